@@ -1,0 +1,27 @@
+# Everything runs in .venv, which is made on first use.
+PYTHON ?= python3
+PIP_FLAGS ?= --quiet --progress-bar off --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
+
+demo: .venv/.installed ## run the demonstration, into output/demo
+	.venv/bin/python tools/demo.py --output output/demo
+
+test: .venv/.installed ## lint, check the types and run the tests
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/python -m pytest
+
+clean: ## remove the environment, caches and build products; output/ and data/ stay
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.installed: setup.py pyproject.toml timm_gated/version.py
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install $(PIP_FLAGS) --upgrade pip
+	.venv/bin/python -m pip install $(PIP_FLAGS) -e '.[all]'
+	touch $@

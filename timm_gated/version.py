@@ -1,0 +1,2 @@
+"""The project's version, kept in this one place."""
+__version__ = '0.1.0'
