@@ -1,0 +1,58 @@
+"""Conditional channel gated networks for timm
+
+Importing this package registers the gated models with timm and lets timm's training tasks add their gate losses.
+
+Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
+"""
+from . import batch_shaped as _batch_shaped  # noqa: F401  (registers its entry point)
+from .beta import beta_cdf
+from .blocks import GatedBasicBlock, GatedBottleneck
+from .cifar_resnet import CifarResNet, GatedCifarResNet
+from .gate import ChannelGate, force_gates, gates
+from .gated_net import checkpoint_filter_fn
+from .gated_resnet import GatedResNet
+from .losses import BatchShapingLoss, L0Loss, batch_shaping_loss, l0_loss
+from .macs import Macs, count_macs
+from .objective import GateLosses, objectives, shape_features
+from .priors import Beta, Normal, Prior, RelaxedBernoulli, Uniform, create_prior
+from .schedules import linear_anneal, linear_warmup
+from .statistics import GateCounts, GateStatistics
+from .task import ObjectiveTask, extend_timm_tasks
+from .version import __version__
+
+__all__ = [
+    'BatchShapingLoss',
+    'Beta',
+    'ChannelGate',
+    'CifarResNet',
+    'GateCounts',
+    'GateLosses',
+    'GateStatistics',
+    'GatedBasicBlock',
+    'GatedBottleneck',
+    'GatedCifarResNet',
+    'GatedResNet',
+    'L0Loss',
+    'Macs',
+    'Normal',
+    'ObjectiveTask',
+    'Prior',
+    'RelaxedBernoulli',
+    'Uniform',
+    '__version__',
+    'batch_shaping_loss',
+    'beta_cdf',
+    'checkpoint_filter_fn',
+    'count_macs',
+    'create_prior',
+    'extend_timm_tasks',
+    'force_gates',
+    'gates',
+    'l0_loss',
+    'linear_anneal',
+    'linear_warmup',
+    'objectives',
+    'shape_features',
+]
+
+extend_timm_tasks()

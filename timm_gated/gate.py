@@ -1,0 +1,199 @@
+"""Channel gates
+
+A gate reads a block's input and decides, image by image, which filters of the block run.
+
+Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
+
+The module is the paper's: global average pool, FC to 16, BN, ReLU, FC to one logit a filter; a binary concrete sample
+(hard forward, relaxed backward) in training, the sign of the logit in evaluation. The pooling is left to the block, so
+that a bottleneck with two gates pools its input once. Where the paper is silent: the last bias starts at the mean of
+the paper's prior, and a training batch of one image is normalised by the running statistics.
+"""
+from contextlib import contextmanager, nullcontext
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from timm.models import register_notrace_module
+
+__all__ = ['ChannelGate', 'apply_gate', 'binary_concrete', 'force_gates', 'gates']
+
+
+def binary_concrete(logits: torch.Tensor, temperature: float = 2 / 3) -> torch.Tensor:
+    """Sample binary gates: exactly 0 or 1 forward, the gradient of the binary concrete relaxation backward.
+
+    Args:
+        logits: Log-odds of each gate being open.
+        temperature: Temperature of the relaxation.
+    """
+    noise = torch.logit(torch.rand_like(logits), eps=torch.finfo(logits.dtype).eps)  # standard logistic
+    noisy = logits + noise
+    soft = torch.sigmoid(noisy / temperature)
+    # The bracket is exactly zero, so that no rounding leaks into the 0s and 1s.
+    return (noisy > 0).to(soft.dtype) + (soft - soft.detach())
+
+
+def apply_gate(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Switch the channels of a feature map [N, C, H, W] by a mask [N, C]."""
+    return x * mask.to(x.dtype)[:, :, None, None]
+
+
+@register_notrace_module
+class ChannelGate(nn.Module):
+    """One binary decision a filter, from the pooled input of a block.
+
+    The last call's `logits` (with their graph, float32 or better) and `decision` (0 / 1, detached) stay on the module,
+    each [N, num_gates], overwritten by the next call. They are left out of copies and pickles.
+
+    Args:
+        in_channels: Channels of the block's input.
+        num_gates: Filters to switch.
+        hidden_channels: Width of the hidden layer.
+        temperature: Temperature of the binary concrete relaxation.
+        bias: Initial bias of the logits; 0.405 is the log-odds of the mean of a Beta(0.6, 0.4) prior. Dense
+            weights that are gated afterwards want gates that start open: about 2 to 3.
+    """
+
+    def __init__(
+            self,
+            in_channels: int,
+            num_gates: int,
+            hidden_channels: int = 16,
+            temperature: float = 2 / 3,
+            bias: float = 0.405,
+            device=None,
+            dtype=None,
+    ) -> None:
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__()
+        if not temperature > 0:
+            raise ValueError(f'temperature of a gate must be > 0, got {temperature}.')
+        if hidden_channels < 1:
+            raise ValueError(f'hidden_channels of a gate must be >= 1, got {hidden_channels}.')
+        self.temperature = temperature
+        self.fc1 = nn.Linear(in_channels, hidden_channels, **dd)
+        self.bn = nn.BatchNorm1d(hidden_channels, **dd)
+        self.fc2 = nn.Linear(hidden_channels, num_gates, **dd)
+        nn.init.constant_(self.fc2.bias, bias)
+
+        self.forced: Optional[torch.Tensor] = None
+        self.logits: Optional[torch.Tensor] = None
+        self.decision: Optional[torch.Tensor] = None
+
+    @property
+    def num_gates(self) -> int:
+        return self.fc2.out_features
+
+    def extra_repr(self) -> str:
+        return f'temperature={self.temperature:.3g}'
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Decide from pooled features [N, in_channels]; returns a mask [N, num_gates]."""
+        # Gates are too small to gain from half precision, and their decisions and losses would suffer from it.
+        autocast = torch.is_autocast_enabled(x.device.type)
+        with torch.autocast(x.device.type, enabled=False) if autocast else nullcontext():
+            logits = self.fc2(F.relu(self._norm(self.fc1(x.to(self.fc1.weight.dtype)))))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.forced is not None:
+            mask = self._forced_mask(logits)
+        elif self.training:
+            mask = binary_concrete(logits, self.temperature)
+        else:
+            mask = (logits > 0).to(logits.dtype)
+        if not torch.compiler.is_exporting():  # an exported graph has no modules to keep state on
+            self.logits, self.decision = logits, mask.detach()
+        return mask
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        bn = self.bn
+        if bn.training and x.shape[0] == 1 and isinstance(bn, nn.BatchNorm1d):
+            # One image has no batch statistics. (SyncBatchNorm, which sees the other processes, is left to itself.)
+            return F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, eps=bn.eps)
+        return bn(x)
+
+    def _forced_mask(self, logits: torch.Tensor) -> torch.Tensor:
+        assert self.forced is not None
+        forced = self.forced.to(logits)
+        if forced.ndim == 2 and forced.shape[0] not in (1, logits.shape[0]):
+            raise ValueError(
+                f'a gate is forced by masks for {forced.shape[0]} images, but the batch has {logits.shape[0]}.')
+        return forced.expand_as(logits)
+
+    def __getstate__(self) -> Dict[str, Any]:
+        # A non-leaf tensor cannot be deep-copied, and the state of the last batch is no property of the model.
+        return {**self.__dict__, 'logits': None, 'decision': None}
+
+    def _load_from_state_dict(
+            self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
+        own = {prefix + name: value for name, value in self.state_dict().items()}
+        present = [name for name in own if name in state_dict]
+        if not present:
+            state_dict.update(own)  # a dense checkpoint: this gate keeps what it has
+        else:
+            absent = [name for name in own if name not in state_dict and not name.endswith('num_batches_tracked')]
+            if absent:
+                error_msgs.append(
+                    f'the gate {prefix[:-1]} is only half in the checkpoint: {", ".join(absent)} missing. '
+                    f'Either all keys of a gate are there, or none (a dense checkpoint).')
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+
+def gates(model: nn.Module) -> List[Tuple[str, ChannelGate]]:
+    """All gates of a model as (name, gate) pairs, in the order of its modules."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, ChannelGate)]
+
+
+Masks = Union[str, Mapping[str, Any]]
+
+
+@contextmanager
+def force_gates(model: nn.Module, masks: Masks) -> Iterator[nn.Module]:
+    """Force the gates of a model, in training and in evaluation, while the context lasts.
+
+    Args:
+        model: A model with gates.
+        masks: 'open', 'closed', or a mapping from gate names (see `gates`) to masks of 0s and 1s, each
+            [num_gates] or [N, num_gates]. Gates that the mapping does not name stay free.
+
+    Example:
+        >>> with force_gates(model, 'open'):
+        >>>     dense_output = model(images)
+    """
+    named_gates = dict(gates(model))
+    forced = _resolve_masks(named_gates, masks)
+    before = {name: gate.forced for name, gate in named_gates.items()}
+    try:
+        for name, mask in forced.items():
+            named_gates[name].forced = mask
+        yield model
+    finally:
+        for name, gate in named_gates.items():
+            gate.forced = before[name]
+
+
+def _resolve_masks(named_gates: Dict[str, ChannelGate], masks: Masks) -> Dict[str, torch.Tensor]:
+    if isinstance(masks, str):
+        if masks not in ('open', 'closed'):
+            raise ValueError(f"gates can be forced 'open', 'closed' or to a mapping of masks, got '{masks}'.")
+        value = float(masks == 'open')
+        return {name: torch.full((gate.num_gates,), value) for name, gate in named_gates.items()}
+    if not isinstance(masks, Mapping):
+        raise ValueError(
+            f"gates can be forced 'open', 'closed' or to a mapping of gate names to masks, "
+            f'got a {type(masks).__name__}.')
+    resolved = {}
+    for name, mask in masks.items():
+        if name not in named_gates:
+            raise ValueError(f"the model has no gate '{name}'; its gates: {', '.join(named_gates) or 'none'}.")
+        mask = torch.as_tensor(mask)
+        num_gates = named_gates[name].num_gates
+        if mask.ndim not in (1, 2) or mask.shape[-1] != num_gates:
+            raise ValueError(
+                f"the mask of gate '{name}' has shape {tuple(mask.shape)}; allowed are ({num_gates},) and "
+                f'(N, {num_gates}).')
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueError(f"the mask of gate '{name}' may hold 0 and 1 only (or booleans).")
+        resolved[name] = mask.float()
+    return resolved

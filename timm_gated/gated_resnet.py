@@ -1,0 +1,99 @@
+"""Gated ResNets for ImageNet
+
+timm's ResNets with the paper's channel gates in every block: `timm.create_model('gated_resnet34')`.
+
+Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
+
+Block weights keep timm's names. The tags `dense_a1_in1k` load timm's dense ImageNet weights under fresh gates.
+"""
+from typing import Any, Dict
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import generate_default_cfgs, register_model
+from timm.models.resnet import ResNet
+
+from .blocks import GatedBasicBlock, GatedBottleneck
+from .gated_net import GatedNet, create_gated_net
+
+__all__ = ['GatedResNet', 'IMAGENET_RECIPE']
+
+# The paper's schedule: lambda = 0.75 falls to 0 over epochs 0-20, gamma ramps up over epochs 30-60 (of 150).
+# Its trade-off points are gamma = 0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3 and 0.4.
+IMAGENET_RECIPE: Dict[str, Any] = dict(lam=0.75, lam_epochs=(0, 20), gamma=0.05, gamma_epochs=(30, 60))
+
+
+class GatedResNet(GatedNet, ResNet):
+    """timm's ResNet of gated blocks, with the gate losses it is trained with."""
+
+
+def _cfg(**kwargs) -> Dict[str, Any]:
+    return {
+        'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (7, 7),
+        'crop_pct': 0.875, 'interpolation': 'bilinear',
+        'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
+        'first_conv': 'conv1', 'classifier': 'fc',
+        'license': 'apache-2.0', 'paper_ids': 'arXiv:1907.06627',
+        **kwargs
+    }
+
+
+def _dense_cfg(depth: int) -> Dict[str, Any]:
+    """timm's weights of the RSB paper, recipe A1."""
+    return _cfg(
+        hf_hub_id=f'timm/resnet{depth}.a1_in1k', interpolation='bicubic', crop_pct=0.95,
+        test_input_size=(3, 288, 288), test_crop_pct=1.0,
+        origin_url='https://github.com/huggingface/pytorch-image-models', paper_ids='arXiv:2110.00476')
+
+
+default_cfgs = generate_default_cfgs({
+    # (the star makes the untrained config the default one)
+    'gated_resnet18.untrained*': _cfg(),
+    'gated_resnet18.dense_a1_in1k': _dense_cfg(18),
+    'gated_resnet34.untrained*': _cfg(),
+    'gated_resnet34.dense_a1_in1k': _dense_cfg(34),
+    'gated_resnet50.untrained*': _cfg(),
+    'gated_resnet50.dense_a1_in1k': _dense_cfg(50),
+    'gated_resnet101.untrained*': _cfg(),
+    'gated_resnet101.dense_a1_in1k': _dense_cfg(101),
+    'gated_resnet152.untrained*': _cfg(),
+    'gated_resnet152.dense_a1_in1k': _dense_cfg(152),
+})
+
+
+def _create_gated_resnet(variant: str, pretrained: bool = False, **kwargs) -> GatedResNet:
+    return create_gated_net(GatedResNet, variant, pretrained, recipe=IMAGENET_RECIPE, **kwargs)
+
+
+@register_model
+def gated_resnet18(pretrained: bool = False, **kwargs) -> GatedResNet:
+    """Constructs a ResNet-18 with channel gates."""
+    model_args = dict(block=GatedBasicBlock, layers=(2, 2, 2, 2))
+    return _create_gated_resnet('gated_resnet18', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def gated_resnet34(pretrained: bool = False, **kwargs) -> GatedResNet:
+    """Constructs a ResNet-34 with channel gates."""
+    model_args = dict(block=GatedBasicBlock, layers=(3, 4, 6, 3))
+    return _create_gated_resnet('gated_resnet34', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def gated_resnet50(pretrained: bool = False, **kwargs) -> GatedResNet:
+    """Constructs a ResNet-50 with channel gates over both inner maps of its bottlenecks."""
+    model_args = dict(block=GatedBottleneck, layers=(3, 4, 6, 3))
+    return _create_gated_resnet('gated_resnet50', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def gated_resnet101(pretrained: bool = False, **kwargs) -> GatedResNet:
+    """Constructs a ResNet-101 with channel gates over both inner maps of its bottlenecks."""
+    model_args = dict(block=GatedBottleneck, layers=(3, 4, 23, 3))
+    return _create_gated_resnet('gated_resnet101', pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def gated_resnet152(pretrained: bool = False, **kwargs) -> GatedResNet:
+    """Constructs a ResNet-152 with channel gates over both inner maps of its bottlenecks."""
+    model_args = dict(block=GatedBottleneck, layers=(3, 8, 36, 3))
+    return _create_gated_resnet('gated_resnet152', pretrained, **dict(model_args, **kwargs))

@@ -1,0 +1,248 @@
+"""What a model is trained with beside its task loss
+
+An objective is a module inside the model. It travels with the model through DDP, `torch.compile`, EMA and
+distillation wrappers, its priors may have parameters that the model's optimizer trains, and the training task
+(`timm_gated.task`) finds it by walking the modules. In the model's forward it does nothing.
+
+Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
+"""
+import difflib
+from typing import Any, Dict, List, Mapping, NamedTuple, Tuple, Union
+
+import torch
+import torch.nn as nn
+
+from .gate import gates
+from .losses import batch_shaping_loss, check_reduction, l0_loss
+from .priors import Prior, create_prior
+from .schedules import Epochs, check_epochs, linear_anneal, linear_warmup
+
+__all__ = ['FeatureShaping', 'GateLosses', 'Objective', 'Term', 'objectives', 'shape_features']
+
+PriorSpec = Union[Prior, str, Mapping[str, Any]]
+
+
+class Term(NamedTuple):
+    """One loss term: it adds weight * value to the training loss."""
+    value: torch.Tensor
+    weight: float
+    weight_name: str
+
+
+class Objective(nn.Module):
+    """Base of the objectives: loss terms as a function of a model's last forward pass and the epoch."""
+
+    # Set by every call of train(), as training loops make one at the start of an epoch; cleared by the task.
+    epoch_begins: bool = True
+    log_interval: int = 50  # training steps between two lines of the log
+
+    def train(self, mode: bool = True) -> 'Objective':
+        self.epoch_begins = self.epoch_begins or mode
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The identity, for containers that run all of their children."""
+        return x
+
+    def terms(self, model: nn.Module, epoch: float) -> Dict[str, Term]:
+        """Loss terms of the last forward pass of `model`, by name."""
+        raise NotImplementedError
+
+    def stats(self, model: nn.Module) -> Dict[str, torch.Tensor]:
+        """What else is worth a place in the log."""
+        return {}
+
+
+def objectives(model: nn.Module) -> List[Objective]:
+    """All objectives of a model."""
+    return [module for module in model.modules() if isinstance(module, Objective)]
+
+
+def _check_weight(value: float, name: str) -> float:
+    if not 0 <= value < float('inf'):
+        raise ValueError(f'{name} must be a number >= 0, got {value}.')
+    return value
+
+
+class GateLosses(Objective):
+    """Batch shaping and L0 over all gates of a model: the paper's objective.
+
+    Args:
+        lam: Weight of the batch-shaping loss (the paper's lambda).
+        lam_epochs: Epochs over which `lam` is annealed linearly to zero, or 'fixed'.
+        gamma: Weight of the L0 loss.
+        gamma_epochs: Epochs over which `gamma` is ramped up linearly from zero, or 'fixed'.
+        prior: Prior of each gate's sigmoid(logit) over the batch: an object, a name, or a dict with its `type`.
+        lam_reduction: 'sum' over the gates (the paper's text) or 'mean' (its authors' loss release).
+        gamma_reduction: 'mean' over the gates, or 'sum' (the paper's formula).
+        log_interval: Training steps between two lines of the log.
+    """
+
+    def __init__(
+            self,
+            lam: float = 0.75,
+            lam_epochs: Epochs = 'fixed',
+            gamma: float = 0.05,
+            gamma_epochs: Epochs = 'fixed',
+            prior: PriorSpec = 'beta',
+            lam_reduction: str = 'sum',
+            gamma_reduction: str = 'mean',
+            log_interval: int = 50,
+    ) -> None:
+        super().__init__()
+        self.lam = _check_weight(lam, 'lam')
+        self.gamma = _check_weight(gamma, 'gamma')
+        self.lam_epochs = check_epochs(lam_epochs, 'lam_epochs')
+        self.gamma_epochs = check_epochs(gamma_epochs, 'gamma_epochs')
+        self.prior = create_prior(prior)
+        self.lam_reduction = check_reduction(lam_reduction, ('sum', 'mean'))
+        self.gamma_reduction = check_reduction(gamma_reduction, ('sum', 'mean'))
+        if log_interval < 1:
+            raise ValueError(f'log_interval must be >= 1, got {log_interval}.')
+        self.log_interval = log_interval
+
+    def extra_repr(self) -> str:
+        return (
+            f'lam={self.lam}, lam_epochs={self.lam_epochs}, lam_reduction={self.lam_reduction}, '
+            f'gamma={self.gamma}, gamma_epochs={self.gamma_epochs}, gamma_reduction={self.gamma_reduction}')
+
+    def weights(self, epoch: float) -> Tuple[float, float]:
+        """lambda and gamma at an epoch."""
+        lam, gamma = self.lam, self.gamma
+        if self.lam_epochs != 'fixed':
+            lam = linear_anneal(epoch, lam, *self.lam_epochs)
+        if self.gamma_epochs != 'fixed':
+            gamma = linear_warmup(epoch, gamma, *self.gamma_epochs)
+        return lam, gamma
+
+    def terms(self, model: nn.Module, epoch: float) -> Dict[str, Term]:
+        lam, gamma = self.weights(epoch)
+        logits = _gate_logits(model)
+        if lam or any(p.requires_grad for p in self.prior.parameters()):
+            # (A prior that learns is kept in the graph: DDP waits for the gradient of every parameter.)
+            shaping = batch_shaping_loss(torch.sigmoid(logits), self.prior, self.lam_reduction)
+        else:
+            shaping = logits.new_zeros(())
+        return {
+            'batch_shaping_loss': Term(shaping, lam, 'lam'),
+            'l0_loss': Term(l0_loss(logits, self.gamma_reduction), gamma, 'gamma'),
+        }
+
+    def stats(self, model: nn.Module) -> Dict[str, torch.Tensor]:
+        decisions = [gate.decision for _, gate in gates(model) if gate.decision is not None]
+        return {'gate_density': torch.cat(decisions, 1).mean()}
+
+
+def _gate_logits(model: nn.Module) -> torch.Tensor:
+    """The last logits of all gates, [N, gates]."""
+    logits = []
+    for name, gate in gates(model):
+        if gate.logits is None:
+            raise RuntimeError(f"gate '{name}' has seen no input: run the model before its gate losses.")
+        if torch.is_grad_enabled() and gate.fc2.weight.requires_grad and not gate.logits.requires_grad:
+            raise RuntimeError(
+                f"the logits of gate '{name}' carry no gradient, so its losses would not train it. If the model is "
+                f'checkpointed, use use_reentrant=False.')
+        logits.append(gate.logits)
+    return torch.cat(logits, dim=1)
+
+
+class _FeatureTap(nn.Module):
+    """Keeps the last output of one module of the network, and the prior that it is to follow."""
+
+    def __init__(self, name: str, prior: Prior) -> None:
+        super().__init__()
+        self.name = name
+        self.prior = prior
+        self.feature: Any = None
+
+    def record(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.feature = output.clone()  # what follows may work in place
+
+    def loss(self, reduction: str) -> torch.Tensor:
+        """Batch shaping of each channel. As in batch normalisation, the positions of a map count as samples."""
+        if self.feature is None:
+            raise RuntimeError(f"feature '{self.name}' has seen no input: run the model before its shaping loss.")
+        if self.feature.ndim < 2:
+            raise ValueError(
+                f"feature '{self.name}' has shape {tuple(self.feature.shape)}; (N, C) and (N, C, ...) can be shaped.")
+        samples = self.feature.movedim(1, -1).flatten(0, -2)
+        return batch_shaping_loss(samples, self.prior, reduction)
+
+    def __getstate__(self) -> Dict[str, Any]:
+        return {**self.__dict__, 'feature': None}
+
+
+class FeatureShaping(Objective):
+    """Batch shaping of named features of any network. Made by `shape_features`."""
+
+    def __init__(
+            self,
+            model: nn.Module,
+            priors: Mapping[str, PriorSpec],
+            weight: float = 1.,
+            epochs: Epochs = 'fixed',
+            reduction: str = 'mean',
+    ) -> None:
+        super().__init__()
+        self.weight = _check_weight(weight, 'weight')
+        self.epochs = check_epochs(epochs, 'epochs')
+        self.reduction = check_reduction(reduction, ('sum', 'mean'))
+        modules = dict(model.named_modules())
+        for name in priors:
+            if name not in modules:
+                near = difflib.get_close_matches(name, modules, n=3)
+                raise ValueError(
+                    f"the model has no module '{name}' to shape; near: {', '.join(near) or 'none'}. "
+                    f'model.named_modules() lists all.')
+        taps = [_FeatureTap(name, create_prior(spec)) for name, spec in priors.items()]
+        self.taps = nn.ModuleList(taps)
+        self._handles = [modules[tap.name].register_forward_hook(tap.record) for tap in taps]
+
+    def extra_repr(self) -> str:
+        return f'weight={self.weight}, epochs={self.epochs}, reduction={self.reduction}'
+
+    def terms(self, model: nn.Module, epoch: float) -> Dict[str, Term]:
+        weight = self.weight if self.epochs == 'fixed' else linear_anneal(epoch, self.weight, *self.epochs)
+        losses = [tap.loss(self.reduction) for tap in self.taps]  # type: ignore[operator]
+        if not losses:
+            return {}
+        return {'feature_shaping_loss': Term(torch.stack(losses).sum(), weight, 'feature_shaping_weight')}
+
+    def remove(self) -> None:
+        """Stop listening to the features; from then on there is no term."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.taps = nn.ModuleList()
+
+
+def shape_features(
+        model: nn.Module,
+        priors: Mapping[str, PriorSpec],
+        weight: float = 1.,
+        epochs: Epochs = 'fixed',
+        reduction: str = 'mean',
+) -> FeatureShaping:
+    """Shape features of any network, by the names of the modules that put them out.
+
+    Each channel of a feature is driven towards its prior over the batch (and over the positions of a map), whenever the
+    model is trained by one of timm's tasks. The objective becomes the model's child `feature_shaping`; a second
+    call replaces the first.
+
+    Args:
+        model: The network.
+        priors: From module names to priors: objects, names, or dicts with their `type`.
+        weight: Weight of the loss.
+        epochs: Epochs over which the weight is annealed linearly to zero, or 'fixed'.
+        reduction: 'mean' or 'sum' over the channels of a feature; features are summed.
+
+    Example:
+        >>> shape_features(timm.create_model('resnet18'), {'layer3.1.act1': Normal()}, weight=0.1)
+    """
+    shaping = FeatureShaping(model, priors, weight, epochs, reduction)
+    previous = getattr(model, 'feature_shaping', None)
+    if isinstance(previous, FeatureShaping):
+        previous.remove()
+    model.feature_shaping = shaping
+    return shaping

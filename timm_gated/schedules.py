@@ -1,0 +1,44 @@
+"""Schedules of the gate losses, as pure functions of the progress in epochs
+
+Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
+
+Batch shaping starts strong and is annealed linearly to zero; the L0 loss joins after a delay and ramps up linearly.
+"""
+from typing import Any, Sequence, Tuple, Union
+
+__all__ = ['Epochs', 'check_epochs', 'linear_anneal', 'linear_warmup']
+
+Epochs = Union[str, Tuple[float, float]]  # 'fixed', or (start, end)
+
+
+def check_epochs(epochs: Any, name: str = 'epochs') -> Epochs:
+    """Validate the epochs of a schedule: 'fixed', or a pair (start, end), a list of a YAML's too."""
+    if epochs == 'fixed':
+        return 'fixed'
+    if isinstance(epochs, str) or not isinstance(epochs, Sequence) or len(epochs) != 2:
+        raise ValueError(f"{name} must be 'fixed' or a pair (start, end), got {epochs!r}.")
+    start, end = epochs
+    if not 0 <= start <= end:
+        raise ValueError(f'{name} must satisfy 0 <= start <= end, got start {start} and end {end}.')
+    return start, end
+
+
+def _fraction(epoch: float, start: float, end: float) -> float:
+    """Share of the way from start to end; a schedule of no length is a step."""
+    if epoch >= end:
+        return 1.
+    if epoch <= start:
+        return 0.
+    return (epoch - start) / (end - start)
+
+
+def linear_anneal(epoch: float, value: float, start: float, end: float) -> float:
+    """`value` until `start`, then linearly down to zero at `end`."""
+    check_epochs((start, end))
+    return value * (1. - _fraction(epoch, start, end))
+
+
+def linear_warmup(epoch: float, value: float, start: float, end: float) -> float:
+    """Zero until `start`, then linearly up to `value` at `end`."""
+    check_epochs((start, end))
+    return value * _fraction(epoch, start, end)

@@ -1,0 +1,67 @@
+"""How gates behave over a data set: always on, conditional, always off
+
+Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
+
+A gate is always on (off) when it is on (off) for more than 99 % of the inputs, and conditional otherwise.
+"""
+from typing import Dict, NamedTuple
+
+import torch
+import torch.nn as nn
+
+from .gate import gates
+
+__all__ = ['GateCounts', 'GateStatistics']
+
+
+class GateCounts(NamedTuple):
+    """Number of gates by what they do over a data set."""
+    always_on: int
+    conditional: int
+    always_off: int
+
+
+class GateStatistics:
+    """Counts, gate by gate, for how many inputs it was open. Memory does not grow with the data set.
+
+    Example:
+        >>> statistics = GateStatistics()
+        >>> for images, _ in loader:
+        >>>     model(images)
+        >>>     statistics.update(model)
+        >>> statistics.counts()
+    """
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self._open: Dict[str, torch.Tensor] = {}
+
+    def update(self, model: nn.Module) -> None:
+        """Take in the decisions of the model's last forward pass."""
+        num_samples = 0
+        for name, gate in gates(model):
+            if gate.decision is None:
+                raise RuntimeError(f"gate '{name}' has seen no input: run the model before its statistics.")
+            num_samples = gate.decision.shape[0]
+            self._open[name] = self._open.get(name, 0) + gate.decision.long().sum(0)
+        self.num_samples += num_samples
+
+    def open_share(self) -> Dict[str, torch.Tensor]:
+        """For each gate module, the share of inputs for which each of its gates was open, [num_gates]."""
+        return {name: count.double() / self.num_samples for name, count in self._open.items()}
+
+    def density(self) -> float:
+        """Mean share of open gates."""
+        return torch.cat(list(self.open_share().values())).mean().item()
+
+    def counts(self, threshold: float = 0.99) -> GateCounts:
+        """Gates by what they do.
+
+        Args:
+            threshold: Share of inputs above which a gate counts as always on or always off.
+        """
+        if not 0.5 <= threshold < 1:
+            raise ValueError(f'threshold must be in [0.5, 1), got {threshold}.')
+        share = torch.cat(list(self.open_share().values()))
+        on, off = int((share > threshold).sum()), int((1 - share > threshold).sum())
+        return GateCounts(on, share.numel() - on - off, off)

@@ -1,0 +1,133 @@
+"""Gate losses in timm's training tasks
+
+timm computes its training loss in a task (`timm.task`). Once this module is imported, a task that is given a model with
+objectives (`timm_gated.objective`) is made as a subclass of itself that adds the objectives' terms to `result['loss']`.
+Gradient accumulation, the fp16 scaler, EMA, distillation and `--torchcompile` thus all see one loss, and models without
+objectives get timm's own task, untouched.
+
+The stock training script imports its task classes before it imports plugins, so the classes themselves cannot be
+replaced; `TrainingTask.__new__`, which timm leaves to Python, is looked up when a task is made.
+
+Progress: schedules step once an epoch, like timm's learning rate. A task is not told the epoch; it begins a new one
+at the first training step after the model's `train()`, which training loops call at the start of every epoch.
+The count is part of the task's state, so checkpoints carry it and `--resume` continues it.
+"""
+import functools
+import logging
+from typing import Any, Dict, List, Optional, Type
+
+import torch
+import torch.nn as nn
+from timm.task import TrainingTask
+
+from .objective import Objective, objectives
+
+__all__ = ['ObjectiveTask', 'extend_timm_tasks']
+
+_logger = logging.getLogger(__name__)
+
+_STATE_KEY = 'gate_epoch'
+
+
+class ObjectiveTask(TrainingTask):
+    """Mixin over a timm task: its loss, plus the terms of the model's objectives.
+
+    `gate_epoch` is the current epoch, -1 before the first step. A loop that calls `train()` at other times than the
+    start of an epoch may set it, after that call.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.gate_epoch = -1
+        self._log = _RunningLog()
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> Dict[str, Any]:
+        """As the task's own, with the objectives' terms, their weights and statistics added to the result by name.
+
+        `loss` includes the weighted terms, `task_loss` does not.
+        """
+        result: Dict[str, Any] = super().forward(input, target)
+        model = self.get_trainable_module()
+        assert model is not None
+        active = objectives(model)
+        if not active:
+            return result
+        self._follow_epoch(active)
+        loss = result['loss']
+        result.setdefault('task_loss', loss)
+        # Outside autocast: sorted sigmoids and their CDFs need all of float32.
+        with torch.autocast(loss.device.type, enabled=False):
+            for objective in active:
+                for name, term in objective.terms(model, self.gate_epoch).items():
+                    loss = loss + term.weight * term.value
+                    result.update({name: term.value, term.weight_name: term.weight})
+                result.update(objective.stats(model))
+        added = {k: v for k, v in result.items() if k not in ('loss', 'output')}
+        result['loss'] = loss
+        if self.verbose:
+            self._log.update(self.gate_epoch, added, min(objective.log_interval for objective in active))
+        return result
+
+    def _follow_epoch(self, active: List[Objective]) -> None:
+        if self.gate_epoch < 0 or any(objective.epoch_begins for objective in active):
+            self.gate_epoch += 1
+        for objective in active:
+            objective.epoch_begins = False
+
+    def get_task_state(self, module: Optional[nn.Module] = None, ema: bool = False) -> Dict[str, Any]:
+        state = super().get_task_state(module=module, ema=ema)
+        return state if ema else {**state, _STATE_KEY: self.gate_epoch}
+
+    def load_task_state(
+            self,
+            state: Optional[Dict[str, Any]],
+            strict: bool = True,
+            module: Optional[nn.Module] = None,
+            ema: bool = False,
+    ) -> None:
+        super().load_task_state(state, strict=strict, module=module, ema=ema)
+        if ema:
+            return
+        if state and _STATE_KEY in state:
+            self.gate_epoch = int(state[_STATE_KEY])
+        else:
+            _logger.warning(
+                'The checkpoint does not say how far the gate losses had come (it was not written by a gated run); '
+                'their schedules begin at epoch 0.')
+
+
+class _RunningLog:
+    """Means of the parts of the loss, logged every so many steps."""
+
+    def __init__(self) -> None:
+        self.epoch = self.step = -1
+        self.history: List[Dict[str, Any]] = []
+
+    def update(self, epoch: int, values: Dict[str, Any], interval: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self.step, self.history = epoch, -1, []
+        self.step += 1
+        self.history.append({k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in values.items()})
+        if self.step % interval:
+            return
+        means = {k: sum(float(entry[k]) for entry in self.history) / len(self.history) for k in values}
+        self.history = []
+        _logger.info(
+            f'Gates: {self.epoch} [{self.step:>4d}]  ' + '  '.join(f'{k}: {v:#.4g}' for k, v in means.items()))
+
+
+@functools.cache
+def _with_objectives(task_cls: Type[TrainingTask]) -> Type[TrainingTask]:
+    return type(task_cls.__name__, (ObjectiveTask, task_cls), {'__doc__': task_cls.__doc__})
+
+
+def _new_task(cls, *args, **kwargs):
+    given = (value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module))
+    if not issubclass(cls, ObjectiveTask) and any(objectives(module) for module in given):
+        cls = _with_objectives(cls)
+    return object.__new__(cls)
+
+
+def extend_timm_tasks() -> None:
+    """Make timm's tasks take in the objectives of the models they are given. Importing `timm_gated` does it."""
+    TrainingTask.__new__ = staticmethod(_new_task)  # type: ignore[method-assign]
