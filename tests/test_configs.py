@@ -1,0 +1,108 @@
+"""Every YAML of configs/timm builds its model, losses and schedules, and states the paper's recipe"""
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import yaml
+from timm.data import create_transform
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from torchvision import transforms
+
+import timm_gated  # noqa: F401
+from timm_gated import gates
+
+ROOT = Path(__file__).parents[1] / 'configs' / 'timm'
+CONFIGS = sorted(ROOT.glob('*/*.yaml'))
+
+PAPER = {
+    'cifar10': dict(epochs=500, drops=(300, 375, 450), weight_decay=5e-4, lam_ends=100, gamma_ramps=(100, 300)),
+    'imagenet': dict(epochs=150, drops=(60, 90, 120), weight_decay=1e-4, lam_ends=20, gamma_ramps=(30, 60)),
+}
+
+
+def load(path: Path) -> Namespace:
+    return Namespace(**yaml.safe_load(path.read_text()))
+
+
+def test_all_experiments_are_there():
+    assert len(CONFIGS) == 22
+
+
+@pytest.fixture(params=CONFIGS, ids=lambda path: f'{path.parent.name}/{path.stem}')
+def config(request):
+    return request.param
+
+
+def test_recipe(config):
+    cfg, paper = load(config), PAPER[config.parent.name]
+    model = timm.create_model(cfg.model, num_classes=cfg.num_classes, **getattr(cfg, 'model_kwargs', {}))
+    optimizer = create_optimizer_v2(
+        model, opt=cfg.opt, lr=cfg.lr, weight_decay=cfg.weight_decay, momentum=cfg.momentum, **cfg.opt_kwargs)
+    assert isinstance(optimizer, torch.optim.SGD) and all(group['nesterov'] for group in optimizer.param_groups)
+
+    decayed = {id(p) for group in optimizer.param_groups if group['weight_decay'] for p in group['params']}
+    gate_parameters = {id(p) for _, gate in gates(model) for p in gate.parameters()}
+    assert decayed == {id(p) for p in model.parameters()} - gate_parameters
+    assert cfg.weight_decay == paper['weight_decay'] and cfg.batch_size == 256 and cfg.momentum == 0.9
+
+    scheduler, epochs = create_scheduler_v2(
+        optimizer, sched=cfg.sched, num_epochs=cfg.epochs, decay_milestones=cfg.decay_milestones,
+        decay_rate=cfg.decay_rate, warmup_epochs=cfg.warmup_epochs)
+    assert epochs == paper['epochs']
+    rates = []
+    for epoch in range(epochs):
+        scheduler.step(epoch)
+        rates.append(optimizer.param_groups[0]['lr'])
+    drops = [sum(epoch >= drop for drop in paper['drops']) for epoch in range(epochs)]
+    assert rates == pytest.approx([0.1 * 0.1 ** drop for drop in drops])
+
+    # timm's defaults that the paper does not share
+    assert (cfg.smoothing, cfg.color_jitter, cfg.warmup_epochs, cfg.train_interpolation) == (0, 0, 0, 'bilinear')
+    assert getattr(cfg, 'device_modules', None) == (['timm_gated'] if gates(model) or 'cifar' in cfg.model else None)
+
+
+def test_losses(config):
+    cfg, paper = load(config), PAPER[config.parent.name]
+    model = timm.create_model(cfg.model, **getattr(cfg, 'model_kwargs', {}))
+    if not gates(model):
+        assert not hasattr(model, 'gate_losses')
+        return
+    last = paper['epochs'] - 1
+    first_ramped, ramped = paper['gamma_ramps']
+    weights = model.gate_losses.weights
+    if config.stem.endswith('_bs'):
+        assert weights(0) == weights(last) == (0.75, 0.)
+    elif config.stem.endswith('_l0'):
+        assert weights(0) == (0., 0.) and weights(ramped) == weights(last) == (0., cfg.model_kwargs['gamma'])
+    else:
+        assert weights(0) == (0.75, 0.) and weights(paper['lam_ends'] / 2) == (0.375, 0.)
+        assert weights(paper['lam_ends']) == weights(first_ramped) == (0., 0.)
+        assert weights(ramped) == weights(last) == (0., cfg.model_kwargs['gamma'])
+        # Only gamma is stated, so that --model-kwargs gamma=…, which replaces all of model_kwargs, loses nothing.
+        assert set(cfg.model_kwargs) == {'gamma'}
+
+
+@pytest.mark.parametrize('name', ['cifar10/gated_resnet20.yaml', 'cifar10/cifar_resnet20.yaml'])
+def test_cifar_augmentation_is_pad_4_crop_and_flip(name):
+    cfg = load(ROOT / name)
+    transform = create_transform(
+        tuple(cfg.input_size), is_training=True, scale=cfg.scale, ratio=cfg.ratio, hflip=cfg.hflip,
+        color_jitter=cfg.color_jitter, interpolation=cfg.train_interpolation)
+    padded = torch.zeros(3, 40, 40, dtype=torch.uint8)
+    padded[:, 4:36, 4:36] = torch.arange(32 * 32).view(32, 32) % 251
+    image = transforms.ToPILImage()(padded)
+    crop_and_flip = transform.transforms[:2]
+    windows = padded.unfold(1, 32, 1).unfold(2, 32, 1).permute(1, 2, 0, 3, 4).reshape(81, 3, 32, 32)
+    windows = torch.cat((windows, windows.flip(-1)))
+    seen = set()
+    for _ in range(400):
+        augmented = image
+        for step in crop_and_flip:
+            augmented = step(augmented)
+        same = (windows == transforms.PILToTensor()(augmented)).flatten(1).all(1).nonzero()
+        assert len(same) >= 1
+        seen.add(int(same[0]))
+    assert len(seen) > 120  # of 162
