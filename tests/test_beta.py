@@ -136,6 +136,14 @@ def test_half_precision_is_finite_and_accurate_everywhere(a, b, dtype, as_parame
     assert x.grad.dtype == dtype and x.grad.isfinite().all() and (x.grad > 0).all()
 
 
+def test_infinite_density_is_clamped(as_parameter):
+    x = torch.tensor([1e-45], requires_grad=True)
+    cdf = beta_cdf(x, as_parameter(0.01), as_parameter(1.))
+    for upstream, expected in ((0., 0.), (1., torch.finfo(torch.float32).max), (-10., -torch.finfo(torch.float32).max)):
+        grad, = torch.autograd.grad(cdf, x, torch.tensor([upstream]), retain_graph=True)
+        assert grad.item() == expected
+
+
 def test_outside_the_unit_interval_and_nan(as_parameter):
     a, b = as_parameter(0.6), as_parameter(0.4)
     x = torch.tensor([-math.inf, -1, -1e-30, 1 + 1e-6, 2, math.inf])

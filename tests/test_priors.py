@@ -70,6 +70,7 @@ def test_relaxed_bernoulli_at_the_ends():
     grad, = torch.autograd.grad(cdf.sum(), x)
     assert grad.isfinite().all() and (grad[:2] > 1).all() and (grad[2:] == 0).all()
     assert prior.pdf(x)[2:].tolist() == [0, 0]
+    assert RelaxedBernoulli(0.01).pdf(torch.tensor(1e-45)).isfinite()
     samples = torch.distributions.RelaxedBernoulli(torch.tensor(0.5), torch.tensor(0.3))
     torch.testing.assert_close(  # torch has the density, not the CDF
         RelaxedBernoulli(0.5, probs=0.3).pdf(UNIT[3:7]), samples.log_prob(UNIT[3:7]).exp(), rtol=1e-4, atol=0)

@@ -12,7 +12,7 @@ from .gate import ChannelGate, force_gates, gates
 from .gated_net import checkpoint_filter_fn
 from .gated_resnet import GatedResNet
 from .losses import BatchShapingLoss, L0Loss, batch_shaping_loss, l0_loss
-from .macs import Macs, count_macs
+from .macs import MacCounter, Macs, count_macs
 from .objective import GateLosses, objectives, shape_features
 from .priors import Beta, Normal, Prior, RelaxedBernoulli, Uniform, create_prior
 from .schedules import linear_anneal, linear_warmup
@@ -33,6 +33,7 @@ __all__ = [
     'GatedCifarResNet',
     'GatedResNet',
     'L0Loss',
+    'MacCounter',
     'Macs',
     'Normal',
     'ObjectiveTask',

@@ -204,14 +204,13 @@ def _float_coefficients(a: float, b: float, tolerance: float) -> list[float]:
     """d_1, d_2, ... of f(x; a, b), as many as it takes to converge at the split, where it converges slowest."""
     x = (a + 1) / (a + b + 2)
     coefficients: list[float] = []
-    numerator, denominator, settled = 1., math.inf, 0  # ratios of successive convergents' numerators, denominators
-    while settled < 2 and len(coefficients) < 10_000:
+    numerator, denominator = 1., math.inf  # ratios of successive convergents' numerators and denominators
+    while abs(numerator / denominator - 1) > tolerance and len(coefficients) < 10_000:
         j = len(coefficients) + 1
         m = j // 2
         d = (-(a + m) * (a + b + m) if j % 2 else m * (b - m)) / ((a + j - 1) * (a + j))
         coefficients.append(d)
         numerator, denominator = 1 + d * x / numerator, 1 + d * x / denominator
-        settled = settled + 1 if abs(numerator / denominator - 1) < tolerance else 0
     return coefficients
 
 

@@ -22,6 +22,11 @@ __all__ = ['GatedBasicBlock', 'GatedBottleneck', 'GatedConvs']
 GatedConvs = Dict[str, Tuple[Optional[ChannelGate], Optional[ChannelGate]]]
 
 
+def _check_maps(gated_maps: Sequence[int], allowed: Sequence[Tuple[int, ...]]) -> None:
+    if not isinstance(gated_maps, Sequence) or tuple(sorted(gated_maps)) not in allowed:
+        raise ValueError(f'gated_maps of this block must be {" or ".join(map(str, allowed))}, got {gated_maps!r}.')
+
+
 class GatedBasicBlock(BasicBlock):
     """timm's BasicBlock with a gate over its inner map.
 
@@ -30,6 +35,7 @@ class GatedBasicBlock(BasicBlock):
         planes: Output channel dimensionality.
         stride: Stride of the first convolution.
         downsample: Optional downsample layer for the residual path.
+        gated_maps: Which inner maps are gated; there is one, 1.
         gate_layer: Makes a gate from (in_channels, num_gates).
         **kwargs: As for timm's BasicBlock.
     """
@@ -40,6 +46,7 @@ class GatedBasicBlock(BasicBlock):
             planes: int,
             stride: int = 1,
             downsample: Optional[nn.Module] = None,
+            gated_maps: Sequence[int] = (1,),
             gate_layer: Callable[..., ChannelGate] = ChannelGate,
             device=None,
             dtype=None,
@@ -47,6 +54,7 @@ class GatedBasicBlock(BasicBlock):
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__(inplanes, planes, stride, downsample, **kwargs, **dd)
+        _check_maps(gated_maps, ((1,),))
         self.gate_pool = nn.AdaptiveAvgPool2d(1)
         self.gate1 = gate_layer(inplanes, self.conv1.out_channels, **dd)
 
@@ -109,8 +117,7 @@ class GatedBottleneck(Bottleneck):
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__(inplanes, planes, stride, downsample, **kwargs, **dd)
-        if not gated_maps or not set(gated_maps) <= {1, 2}:
-            raise ValueError(f'gated_maps of a bottleneck must be (1,), (2,) or (1, 2), got {gated_maps!r}.')
+        _check_maps(gated_maps, ((1,), (2,), (1, 2)))
         if self.conv2.groups > 1:
             raise ValueError(f'gates need plain convolutions: cardinality must be 1, got {self.conv2.groups}.')
         self.gate_pool = nn.AdaptiveAvgPool2d(1)

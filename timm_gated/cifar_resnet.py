@@ -23,7 +23,7 @@ from timm.models._features import feature_take_indices
 from timm.models.resnet import BasicBlock
 
 from .blocks import GatedBasicBlock
-from .gated_net import GatedNet, checkpoint_filter_fn, create_gated_net
+from .gated_net import GatedNet, checkpoint_filter_fn, create_gated_net, rename_linear_head
 
 __all__ = ['CIFAR10_RECIPE', 'CifarResNet', 'GatedCifarResNet']
 
@@ -112,7 +112,7 @@ class CifarResNet(nn.Module):
             **(block_args or {}),
         )
         inplanes, net_stride, dilation, prev_dilation = channels[0], 1, 1, 1
-        drop_path_rates = torch.linspace(0, drop_path_rate, sum(layers)).tolist()
+        drop_path_rates = [drop_path_rate * i / (sum(layers) - 1) for i in range(sum(layers))]
         for stage, (planes, num_blocks) in enumerate(zip(channels, layers, strict=True)):
             stride = 1 if stage == 0 else 2
             if net_stride * stride > output_stride:
@@ -151,6 +151,10 @@ class CifarResNet(nn.Module):
                 nn.init.kaiming_normal_(m.weight, mode='fan_out', nonlinearity='relu')
             elif zero_init_last and hasattr(m, 'zero_init_last'):
                 m.zero_init_last()  # type: ignore[operator]
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        rename_linear_head(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> Dict[str, str]:

@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from timm.models import register_notrace_module
+from timm.utils import unwrap_model
 
 __all__ = ['ChannelGate', 'apply_gate', 'binary_concrete', 'force_gates', 'gates']
 
@@ -44,7 +45,7 @@ class ChannelGate(nn.Module):
     """One binary decision a filter, from the pooled input of a block.
 
     The last call's `logits` (with their graph, float32 or better) and `decision` (0 / 1, detached) stay on the module,
-    each [N, num_gates], overwritten by the next call. They are left out of copies and pickles.
+    each [N, num_gates], overwritten by the next call. They are left out of copies and pickles, as is forcing.
 
     Args:
         in_channels: Channels of the block's input.
@@ -91,8 +92,9 @@ class ChannelGate(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Decide from pooled features [N, in_channels]; returns a mask [N, num_gates]."""
         # Gates are too small to gain from half precision, and their decisions and losses would suffer from it.
-        autocast = torch.is_autocast_enabled(x.device.type)
-        with torch.autocast(x.device.type, enabled=False) if autocast else nullcontext():
+        device_type = x.device.type
+        autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+        with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
             logits = self.fc2(F.relu(self._norm(self.fc1(x.to(self.fc1.weight.dtype)))))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.forced is not None:
@@ -121,8 +123,8 @@ class ChannelGate(nn.Module):
         return forced.expand_as(logits)
 
     def __getstate__(self) -> Dict[str, Any]:
-        # A non-leaf tensor cannot be deep-copied, and the state of the last batch is no property of the model.
-        return {**self.__dict__, 'logits': None, 'decision': None}
+        # A non-leaf tensor cannot be deep-copied; and neither the last batch nor a context is a property of the model.
+        return {**self.__dict__, 'logits': None, 'decision': None, 'forced': None}
 
     def _load_from_state_dict(
             self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
@@ -141,8 +143,13 @@ class ChannelGate(nn.Module):
 
 
 def gates(model: nn.Module) -> List[Tuple[str, ChannelGate]]:
-    """All gates of a model as (name, gate) pairs, in the order of its modules."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, ChannelGate)]
+    """All gates of a model as (name, gate) pairs, in the order of its modules.
+
+    Names are those of the model itself, also if it is wrapped by DDP or `torch.compile`.
+    """
+    wrapped = isinstance(model, (nn.parallel.DistributedDataParallel, torch._dynamo.OptimizedModule))
+    named_modules = (unwrap_model(model) if wrapped else model).named_modules()
+    return [(name, module) for name, module in named_modules if isinstance(module, ChannelGate)]
 
 
 Masks = Union[str, Mapping[str, Any]]
@@ -195,5 +202,5 @@ def _resolve_masks(named_gates: Dict[str, ChannelGate], masks: Masks) -> Dict[st
                 f'(N, {num_gates}).')
         if not bool(((mask == 0) | (mask == 1)).all()):
             raise ValueError(f"the mask of gate '{name}' may hold 0 and 1 only (or booleans).")
-        resolved[name] = mask.float()
+        resolved[name] = mask.to(torch.float32, copy=True)
     return resolved

@@ -110,12 +110,19 @@ def checkpoint_filter_fn(state_dict: StateDict, model: nn.Module) -> StateDict:
         if isinstance(state_dict.get(key), Mapping):
             state_dict = state_dict[key]
             break
-    out = {re.sub(r'^linear\.', 'fc.', k): v for k, v in clean_state_dict(state_dict).items()}
-
+    out = clean_state_dict(state_dict)
+    rename_linear_head(out)
     mismatch = _depth_mismatch(out, model) or _key_mismatch(out, model)
     if mismatch:
         raise ValueError(mismatch)
     return out
+
+
+def rename_linear_head(state_dict: StateDict, prefix: str = '') -> None:
+    """Give the head of the common CIFAR ResNets, `linear`, timm's name. In place."""
+    for name in ('weight', 'bias'):
+        if f'{prefix}linear.{name}' in state_dict:
+            state_dict[f'{prefix}fc.{name}'] = state_dict.pop(f'{prefix}linear.{name}')
 
 
 def _blocks(keys, prefix: str = '') -> List[int]:
@@ -137,11 +144,11 @@ def _depth_mismatch(state_dict: StateDict, model: nn.Module, prefix: str = '') -
 def _key_mismatch(state_dict: StateDict, model: nn.Module) -> str:
     """What does not fit, apart from gates, and apart from stem and head, which timm adapts itself."""
     own = model.state_dict()
-    gate_prefixes = tuple(f'{name}.' for name, _ in gates(model))
+    ours = tuple(f'{n}.' for n, m in model.named_modules() if isinstance(m, (ChannelGate, Objective)))
     adapted = ('conv1.', 'fc.')
 
     def relevant(key: str) -> bool:
-        return not key.startswith(gate_prefixes + adapted) and not key.endswith('num_batches_tracked')
+        return not key.startswith(ours + adapted) and not key.endswith('num_batches_tracked')
 
     missing = [k for k in own if relevant(k) and k not in state_dict]
     unexpected = [k for k in state_dict if relevant(k) and k not in own]

@@ -46,17 +46,17 @@ def _dense_cfg(depth: int) -> Dict[str, Any]:
 
 
 default_cfgs = generate_default_cfgs({
-    # (the star makes the untrained config the default one)
-    'gated_resnet18.untrained*': _cfg(),
+    # (the star, and the second place, make the untrained config the default one)
     'gated_resnet18.dense_a1_in1k': _dense_cfg(18),
-    'gated_resnet34.untrained*': _cfg(),
+    'gated_resnet18.untrained*': _cfg(),
     'gated_resnet34.dense_a1_in1k': _dense_cfg(34),
-    'gated_resnet50.untrained*': _cfg(),
+    'gated_resnet34.untrained*': _cfg(),
     'gated_resnet50.dense_a1_in1k': _dense_cfg(50),
-    'gated_resnet101.untrained*': _cfg(),
+    'gated_resnet50.untrained*': _cfg(),
     'gated_resnet101.dense_a1_in1k': _dense_cfg(101),
-    'gated_resnet152.untrained*': _cfg(),
+    'gated_resnet101.untrained*': _cfg(),
     'gated_resnet152.dense_a1_in1k': _dense_cfg(152),
+    'gated_resnet152.untrained*': _cfg(),
 })
 
 

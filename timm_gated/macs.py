@@ -11,8 +11,6 @@ The convention, as in the gating paper:
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 """
 import math
-from collections import defaultdict
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Dict, Set, Tuple
@@ -21,9 +19,9 @@ import torch
 import torch.nn as nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from .gate import ChannelGate
+from .gate import ChannelGate, gates
 
-__all__ = ['Macs', 'ModuleMacs', 'count_macs']
+__all__ = ['MacCounter', 'Macs', 'ModuleMacs', 'count_macs']
 
 
 @dataclass
@@ -57,6 +55,70 @@ class Macs:
         return self.per_sample.double().mean().item() / self.dense
 
 
+class MacCounter:
+    """Counts MACs while the context lasts, over all forward passes of one batch.
+
+    Args:
+        model: A gated model, or any other model of convolutions and linear layers.
+
+    Example:
+        >>> with MacCounter(model) as counter:
+        >>>     output = model(images)
+        >>> counter.macs()
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._by_module: Dict[str, ModuleMacs] = {}
+        self._switches: Dict[str, Tuple[Any, Any]] = {}  # gates over the inputs and over the outputs of convolutions
+        self._overhead: Set[str] = set()  # what the plain network does not have
+        for name, module in model.named_modules():
+            prefix = f'{name}.' if name else ''
+            if isinstance(module, ChannelGate):
+                self._overhead.update((f'{prefix}fc1', f'{prefix}fc2'))
+            elif hasattr(module, 'gated_convs'):
+                self._overhead.add(f'{prefix}gate_pool')
+                self._switches.update({prefix + conv: pair for conv, pair in module.gated_convs.items()})
+        known = {id(gate) for pair in self._switches.values() for gate in pair}
+        for name, gate in gates(model):
+            if name and id(gate) not in known:  # (a gate by itself switches nothing)
+                raise ValueError(
+                    f"cannot tell what gate '{name}' switches: its block is not in this model (a traced copy, maybe). "
+                    f'Count the model that it was made from.')
+
+    def __enter__(self) -> 'MacCounter':
+        self._handles = [
+            module.register_forward_hook(partial(self._record, name))
+            for name, module in self.model.named_modules()
+            if name in self._overhead or isinstance(module, (_ConvNd, nn.Linear))]
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _record(self, name: str, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        full = _full_macs(module, args[0], output)
+        per_sample = torch.full((output.shape[0],), full, dtype=torch.int64, device=output.device)
+        for gate in self._switches.get(name, ()):  # which a block calls before its convolutions
+            if gate is not None:
+                per_sample = per_sample // gate.num_gates * gate.decision.sum(1).long()
+        dense = 0 if name in self._overhead else full
+        if name in self._by_module:  # a second pass, such as that of another crop
+            dense, per_sample = dense + self._by_module[name].dense, per_sample + self._by_module[name].per_sample
+        self._by_module[name] = ModuleMacs(dense, per_sample)
+
+    def macs(self) -> Macs:
+        """What was counted since the context was entered."""
+        if not self._by_module:
+            raise RuntimeError('no MACs counted yet: run the model while the context lasts.')
+        return Macs(
+            dense=sum(macs.dense for macs in self._by_module.values()),
+            per_sample=torch.stack([macs.per_sample for macs in self._by_module.values()]).sum(0),
+            by_module=self._by_module,
+        )
+
+
 @torch.no_grad()
 def count_macs(model: nn.Module, x: torch.Tensor) -> Macs:
     """Count the MACs of a forward pass in evaluation mode.
@@ -71,47 +133,15 @@ def count_macs(model: nn.Module, x: torch.Tensor) -> Macs:
         >>> macs = count_macs(model, images)
         >>> macs.dense, macs.per_sample.float().mean(), macs.share
     """
-    switches: Dict[str, Tuple[Any, Any]] = {}  # gates over the inputs and over the outputs of convolutions
-    overhead: Set[str] = set()  # what the plain network does not have
-    for name, module in model.named_modules():
-        prefix = f'{name}.' if name else ''
-        if isinstance(module, ChannelGate):
-            overhead.update((f'{prefix}fc1', f'{prefix}fc2'))
-        elif hasattr(module, 'gated_convs'):
-            overhead.add(f'{prefix}gate_pool')
-            switches.update({prefix + conv: pair for conv, pair in module.gated_convs.items()})
-
-    full: Dict[str, int] = defaultdict(int)  # MACs of a sample with all channels open
-
-    def record(name: str, module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        full[name] += _full_macs(module, args[0], output)
-
     modes = {module: module.training for module in model.modules()}
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            if name in overhead or isinstance(module, (_ConvNd, nn.Linear)):
-                stack.callback(module.register_forward_hook(partial(record, name)).remove)
-        try:
-            model.eval()
+    try:
+        model.eval()
+        with MacCounter(model) as counter:
             model(x)
-        finally:
-            for module, training in modes.items():
-                module.training = training
-
-    by_module: Dict[str, ModuleMacs] = {}
-    for name, macs in full.items():
-        per_sample = torch.full((x.shape[0],), macs, dtype=torch.int64, device=x.device)
-        for gate in switches.get(name, ()):
-            if gate is not None:
-                per_sample = per_sample // gate.num_gates * gate.decision.sum(1).long()
-        by_module[name] = ModuleMacs(0 if name in overhead else macs, per_sample)
-    return Macs(
-        dense=sum(macs.dense for macs in by_module.values()),
-        per_sample=sum(
-            (macs.per_sample for macs in by_module.values()),
-            torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)),
-        by_module=by_module,
-    )
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return counter.macs()
 
 
 def _full_macs(module: nn.Module, x: torch.Tensor, output: torch.Tensor) -> int:

@@ -44,6 +44,15 @@ class Objective(nn.Module):
         """The identity, for containers that run all of their children."""
         return x
 
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        # Priors that learn concern training alone: a checkpoint without them, or with others, is no worse for it.
+        own = {prefix + name: value for name, value in self.state_dict().items()}
+        for key in [key for key in state_dict if key.startswith(prefix) and key not in own]:
+            del state_dict[key]
+        for key, value in own.items():
+            state_dict.setdefault(key, value)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def terms(self, model: nn.Module, epoch: float) -> Dict[str, Term]:
         """Loss terms of the last forward pass of `model`, by name."""
         raise NotImplementedError

@@ -252,8 +252,9 @@ def create_prior(spec: Prior | str | Mapping[str, Any]) -> Prior:
 
 def _check(name: str, value: Any, is_allowed: Callable[[torch.Tensor], torch.Tensor], allowed: str) -> None:
     number = isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
-    dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float64
-    if not number or not bool(is_allowed(torch.as_tensor(value, dtype=dtype)).all()):
+    if number and not isinstance(value, torch.Tensor):
+        value = torch.tensor(value, dtype=torch.float64, device='cpu')  # whatever the default device: it may be meta
+    if not number or not bool(is_allowed(value).all()):
         raise ValueError(f'{name} must be {allowed}, got {_show(value)}.')
 
 

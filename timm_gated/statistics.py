@@ -48,6 +48,8 @@ class GateStatistics:
 
     def open_share(self) -> Dict[str, torch.Tensor]:
         """For each gate module, the share of inputs for which each of its gates was open, [num_gates]."""
+        if not self._open:
+            raise RuntimeError('no decisions counted yet: call update with a model that has gates, after its forward.')
         return {name: count.double() / self.num_samples for name, count in self._open.items()}
 
     def density(self) -> float:

@@ -1,0 +1,50 @@
+"""The README is the truth: its snippets run, its zoo is what the models are, its paths exist"""
+import re
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from timm_gated import count_macs, gates
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / 'README.md').read_text()
+SNIPPETS = re.findall(r'```python\n(.*?)```', README, re.DOTALL)
+ZOO = re.findall(r'^\| `(gated_\w+)` \| (.*) \|$', README, re.MULTILINE)
+
+
+def test_there_are_snippets():
+    assert len(SNIPPETS) >= 5
+
+
+@pytest.mark.parametrize('index', range(len(SNIPPETS)))
+def test_snippet_runs(index):
+    torch.manual_seed(0)
+    exec(compile(SNIPPETS[index], f'README.md, python snippet {index}', 'exec'), {})
+
+
+def test_zoo_is_complete():
+    assert sorted(name for name, _ in ZOO) == sorted(timm.list_models('gated_*'))
+
+
+@pytest.mark.parametrize('name, row', ZOO)
+def test_zoo_row(name, row):
+    model = timm.create_model(name)
+    input_size = model.pretrained_cfg['input_size']
+    macs = count_macs(model, torch.zeros(1, *input_size))
+    parameters = sum(p.numel() for p in model.parameters())
+    gate_parameters = sum(p.numel() for _, gate in gates(model) for p in gate.parameters())
+    overhead = sum(int(m.per_sample[0]) for m in macs.by_module.values() if m.dense == 0)
+    expected = (
+        f'{input_size[1]} | {parameters / 1e6:.3f} M | {(parameters - gate_parameters) / 1e6:.3f} M | '
+        f'{macs.dense / 1e9:.3f} G | {100 * overhead / macs.dense:.3f} % | '
+        f'{sum(gate.num_gates for _, gate in gates(model))}')
+    assert row == expected
+
+
+def test_configs_of_the_table_exist():
+    for family, names in (('cifar10', ('gated_resnet20', 'gated_resnet38_l0', 'gated_resnet20_w20')),
+                          ('imagenet', ('resnet50', 'gated_resnet34', 'gated_resnet34_bs', 'gated_resnet34_l0'))):
+        for name in names:
+            assert (ROOT / 'configs' / 'timm' / family / f'{name}.yaml').is_file()

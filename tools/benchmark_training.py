@@ -1,0 +1,133 @@
+"""What gating costs in training
+
+Prints, from one run on this machine, three ratios:
+
+    1. the CDF of the Beta prior, forward and backward: SciPy through NumPy over `timm_gated.beta_cdf`;
+    2. the whole batch-shaping loss, forward and backward: the same loss on that SciPy CDF over ours;
+    3. the whole training step: `gated_resnet34` with batch shaping and L0 over timm's dense `resnet34`.
+
+1 and 2 run on 256 images x 3776 gates (a gated ResNet-34), on one thread. Machines are noisy, so the two sides of each
+ratio are timed in turns, and medians are compared.
+"""
+import argparse
+import statistics
+import time
+from typing import Callable, Dict, List, Optional
+
+import numpy as np
+import scipy.stats
+import timm
+import torch
+import torch.nn as nn
+from timm.optim import create_optimizer_v2
+from timm.task import ClassificationTask
+from tqdm import tqdm
+
+from timm_gated import Beta, batch_shaping_loss, beta_cdf
+
+A, B = 0.6, 0.4
+
+
+class ScipyBetaCDF(torch.autograd.Function):
+    """The usual way: cdf and pdf of scipy.stats.beta, by way of NumPy."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return torch.from_numpy(scipy.stats.beta.cdf(x.detach().numpy(), A, B).astype(np.float32))
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        x, = ctx.saved_tensors
+        return grad * torch.from_numpy(scipy.stats.beta.pdf(x.numpy(), A, B).astype(np.float32))
+
+
+def scipy_batch_shaping_loss(x: torch.Tensor) -> torch.Tensor:
+    """The loss as the paper writes it, on that CDF."""
+    n = x.shape[0]
+    expected = torch.arange(1, n + 1, dtype=x.dtype)[:, None] / (n + 1)
+    return (expected - ScipyBetaCDF.apply(torch.sort(x, dim=0).values)).square().mean(0).sum()
+
+
+def interleaved(sides: Dict[str, Callable[[], None]], rounds: int) -> Dict[str, float]:
+    """Median seconds of each side, timed in turns."""
+    times: Dict[str, List[float]] = {name: [] for name in sides}
+    for index in tqdm(range(rounds + 1), desc=' / '.join(sides), leave=False):
+        for name, run in sides.items():
+            start = time.perf_counter()
+            run()
+            if index:  # the first round warms up
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def benchmark_losses(rounds: int) -> None:
+    torch.manual_seed(0)
+    x = torch.sigmoid(2 * torch.randn(256, 3776)).requires_grad_()
+    prior = Beta(A, B)
+    sides: Dict[str, Callable[[], torch.Tensor]] = {
+        'scipy cdf': lambda: ScipyBetaCDF.apply(x).sum(),
+        'beta_cdf': lambda: beta_cdf(x, A, B).sum(),
+        'scipy loss': lambda: scipy_batch_shaping_loss(x),
+        'batch_shaping_loss': lambda: batch_shaping_loss(x, prior),
+    }
+    torch.testing.assert_close(sides['scipy cdf'](), sides['beta_cdf']())
+    torch.testing.assert_close(sides['scipy loss'](), sides['batch_shaping_loss']())
+
+    def forward_backward(function: Callable[[], torch.Tensor]) -> Callable[[], None]:
+        def run() -> None:
+            x.grad = None
+            function().backward()
+        return run
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    seconds = interleaved({name: forward_backward(function) for name, function in sides.items()}, rounds)
+    torch.set_num_threads(threads)
+    for slow, fast in (('scipy cdf', 'beta_cdf'), ('scipy loss', 'batch_shaping_loss')):
+        print(f'{fast}: {1e3 * seconds[fast]:.1f} ms against {1e3 * seconds[slow]:.1f} ms with SciPy, '
+              f'{seconds[slow] / seconds[fast]:.1f} times as fast')
+
+
+def benchmark_step(rounds: int, depth: int, batch_size: int, image_size: int) -> None:
+    torch.manual_seed(0)
+    images, labels = torch.randn(batch_size, 3, image_size, image_size), torch.randint(1000, (batch_size,))
+
+    def training_step(model: nn.Module) -> Callable[[], None]:
+        task = ClassificationTask(model.train(), nn.CrossEntropyLoss(), verbose=False)
+        optimizer = create_optimizer_v2(model, opt='sgd', lr=1e-3, weight_decay=1e-4)
+
+        def run() -> None:
+            optimizer.zero_grad()
+            task(images, labels)['loss'].backward()
+            optimizer.step()
+        return run
+
+    gated = timm.create_model(f'gated_resnet{depth}', lam_epochs='fixed', gamma_epochs='fixed')  # both losses at work
+    seconds = interleaved({
+        'dense': training_step(timm.create_model(f'resnet{depth}')),
+        'gated': training_step(gated),
+    }, rounds)
+    print(f'training step at {image_size} px, batch {batch_size}, {torch.get_num_threads()} threads: '
+          f'resnet{depth} {seconds["dense"]:.2f} s, gated_resnet{depth} with both losses {seconds["gated"]:.2f} s, '
+          f'{seconds["gated"] / seconds["dense"]:.3f} times as long')
+
+
+def main(argv: Optional[List[str]] = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--rounds', type=int, default=11, help='timed rounds of each side (default: 11)')
+    parser.add_argument('--depth', type=int, default=34, choices=(18, 34, 50, 101, 152), help='ResNet of the step')
+    parser.add_argument('--batch-size', type=int, default=32)
+    parser.add_argument('--image-size', type=int, default=128)
+    parser.add_argument('--only', choices=('losses', 'step'), help='run one of the parts')
+    args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f'--rounds must be at least 1, got {args.rounds}.')
+    if args.only != 'step':
+        benchmark_losses(args.rounds)
+    if args.only != 'losses':
+        benchmark_step(args.rounds, args.depth, args.batch_size, args.image_size)
+
+
+if __name__ == '__main__':
+    main()

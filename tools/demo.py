@@ -1,0 +1,184 @@
+"""Quick start: a gated ResNet and its dense twin on handwritten digits
+
+Trains `cifar_resnet20` and `gated_resnet20` on scikit-learn's digits (1,797 real 8 x 8 images that come with its
+package; nothing is downloaded), through the same timm task, optimizer and scheduler that timm's train.py uses. Prints
+a table of what gating buys and draws how the gates' distribution changed over training.
+
+Batch shaping first drives every gate to the paper's Beta(0.6, 0.4) prior, so that filters become conditional; the L0
+loss then closes those that the task does not need.
+"""
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import timm
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.task import ClassificationTask
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
+
+from timm_gated import GateLosses, GateStatistics, count_macs, gates
+from timm_gated.statistics import GateCounts
+
+Loaders = Tuple[DataLoader, DataLoader]
+
+
+class Evaluation(NamedTuple):
+    accuracy: float
+    dense_macs: int
+    mean_macs: float
+    counts: Optional[GateCounts]
+    probabilities: Optional[np.ndarray]  # sigmoid(logit) of every gate and image
+
+
+def digits(batch_size: int, seed: int) -> Loaders:
+    """Loaders of 80 % and 20 % of the digits, at 16 x 16 pixels."""
+    images, labels = load_digits(return_X_y=True)
+    x = torch.from_numpy(images).float().view(-1, 1, 8, 8) / 16
+    x = F.interpolate((x - x.mean()) / x.std(), scale_factor=2, mode='bilinear')
+    y = torch.from_numpy(labels)
+    train, test = train_test_split(np.arange(len(y)), test_size=0.2, stratify=labels, random_state=seed)
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        DataLoader(TensorDataset(x[train], y[train]), batch_size, shuffle=True, drop_last=True, generator=generator),
+        DataLoader(TensorDataset(x[test], y[test]), batch_size),
+    )
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: DataLoader) -> Evaluation:
+    model.eval()
+    statistics = GateStatistics()
+    correct, macs, dense, probabilities = 0, [], 0, []
+    for images, labels in loader:
+        correct += int((model(images).argmax(1) == labels).sum())
+        if gates(model):
+            statistics.update(model)
+            probabilities.append(torch.cat([gate.logits.sigmoid() for _, gate in gates(model)], 1))
+        counted = count_macs(model, images)
+        dense = counted.dense
+        macs.append(counted.per_sample)
+    return Evaluation(
+        accuracy=100 * correct / len(loader.dataset),
+        dense_macs=dense,
+        mean_macs=torch.cat(macs).double().mean().item(),
+        counts=statistics.counts() if probabilities else None,
+        probabilities=torch.cat(probabilities).numpy() if probabilities else None,
+    )
+
+
+def train(name: str, loaders: Loaders, epochs: int, seed: int, **model_kwargs) -> Tuple[nn.Module, List[Evaluation]]:
+    """Train one model; returns it with its evaluation before training and after every epoch."""
+    torch.manual_seed(seed)
+    train_loader, test_loader = loaders
+    model = timm.create_model(name, in_chans=1, num_classes=10, **model_kwargs)
+    task = ClassificationTask(model, nn.CrossEntropyLoss(), verbose=False)
+    optimizer = create_optimizer_v2(model, opt='sgd', lr=0.1, weight_decay=5e-4, filter_bias_and_bn=False)
+    scheduler, _ = create_scheduler_v2(optimizer, sched='cosine', num_epochs=epochs, warmup_epochs=0)
+    history = [evaluate(model, test_loader)]
+    with tqdm(total=epochs * len(train_loader), desc=name, unit='step') as bar:
+        for epoch in range(epochs):
+            model.train()
+            for images, labels in train_loader:
+                result = task(images, labels)
+                optimizer.zero_grad()
+                result['loss'].backward()
+                optimizer.step()
+                bar.update()
+            scheduler.step(epoch + 1)
+            history.append(evaluate(model, test_loader))
+            shown = {'acc': f'{history[-1].accuracy:.1f}'}
+            if 'gate_density' in result:
+                shown.update(
+                    lam=f'{result["lam"]:.2f}', gamma=f'{result["gamma"]:.3f}', density=f'{result["gate_density"]:.2f}')
+            bar.set_postfix(shown)
+    return model, history
+
+
+def table(results: Dict[str, Evaluation]) -> str:
+    """The closing table."""
+    header = ('', 'accuracy', 'MACs a sample', 'share of MACs', 'always on / conditional / always off')
+    rows = [header]
+    for name, result in results.items():
+        counts = ' / '.join(map(str, result.counts)) if result.counts else 'no gates'
+        rows.append((
+            name, f'{result.accuracy:.1f} %', f'{result.mean_macs / 1e6:.2f} M',
+            f'{100 * result.mean_macs / result.dense_macs:.1f} %', counts))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, '  '.join('-' * width for width in widths))
+    return '\n'.join(lines)
+
+
+def plot(history: List[Evaluation], losses: GateLosses, path: Path) -> None:
+    """Draw how the gates' distribution changed over training."""
+    epochs = np.arange(len(history))
+    fig, axes = plt.subplots(
+        3, 1, figsize=(8, 8), sharex=True, height_ratios=(1, 2.2, 2), layout='constrained')
+    weights = np.array([losses.weights(max(epoch - 1, 0)) for epoch in epochs])
+    axes[0].plot(epochs, weights[:, 0], drawstyle='steps', label='λ, batch shaping')
+    axes[0].plot(epochs, weights[:, 1], drawstyle='steps', label='γ, L0')
+    axes[0].set_ylabel('weight')
+    axes[0].legend(frameon=False)
+    axes[0].set_title('gated_resnet20 on handwritten digits: gates over training')
+
+    bins = np.linspace(0, 1, 41)
+    density = np.stack([np.histogram(entry.probabilities, bins, density=True)[0] for entry in history], axis=1)
+    image = axes[1].imshow(
+        density, origin='lower', aspect='auto', extent=(-0.5, len(history) - 0.5, 0, 1), cmap='magma',
+        norm=matplotlib.colors.LogNorm(vmin=0.03, vmax=density.max()))
+    axes[1].set_ylabel('σ(logit) of gates × images')
+    fig.colorbar(image, ax=axes[1], label='density', pad=0.01)
+
+    counts = np.array([entry.counts for entry in history], dtype=float).T
+    axes[2].stackplot(
+        epochs, counts / counts.sum(0), labels=['always on', 'conditional', 'always off'],
+        colors=['#31688e', '#35b779', '#bbbbbb'])
+    axes[2].set(xlabel='epoch', ylabel='share of gates', ylim=(0, 1), xlim=(-0.5, len(history) - 0.5))
+    axes[2].legend(loc='lower left', framealpha=0.9)
+    fig.savefig(path, dpi=150)
+    plt.close(fig)
+
+
+def main(argv: Optional[List[str]] = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--output', type=Path, default=Path('output/demo'), help='folder of the figure and the table')
+    parser.add_argument('--epochs', type=int, default=30, help='epochs of each of the two trainings (default: 30)')
+    parser.add_argument('--gamma', type=float, default=0.002, help='weight of the L0 loss, summed over gates')
+    parser.add_argument('--batch-size', type=int, default=64)
+    parser.add_argument('--seed', type=int, default=0)
+    args = parser.parse_args(argv)
+    if args.epochs < 3:
+        parser.error(f'--epochs must be at least 3 (batch shaping, then L0), got {args.epochs}.')
+    matplotlib.use('Agg')
+
+    loaders = digits(args.batch_size, args.seed)
+    third = args.epochs / 3
+    _, dense = train('cifar_resnet20', loaders, args.epochs, args.seed)
+    model, gated = train(
+        'gated_resnet20', loaders, args.epochs, args.seed,
+        lam=0.75, lam_epochs=(0, third), gamma=args.gamma, gamma_epochs=(third, 2 * third), gamma_reduction='sum')
+
+    summary = table({'dense ResNet-20': dense[-1], 'gated ResNet-20': gated[-1]})
+    args.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.output) as scratch:
+        plot(gated, model.gate_losses, Path(scratch) / 'gates.png')
+        (Path(scratch) / 'table.txt').write_text(summary + '\n')
+        for name in ('gates.png', 'table.txt'):
+            os.replace(Path(scratch) / name, args.output / name)
+    print(f'\n{summary}\n\nFigure: {args.output / "gates.png"}')
+
+
+if __name__ == '__main__':
+    main()
