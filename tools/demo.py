@@ -127,10 +127,11 @@ def plot(history: List[Evaluation], losses: GateLosses, path: Path) -> None:
     fig, axes = plt.subplots(
         3, 1, figsize=(8, 8), sharex=True, height_ratios=(1, 2.2, 2), layout='constrained')
     weights = np.array([losses.weights(max(epoch - 1, 0)) for epoch in epochs])
-    axes[0].plot(epochs, weights[:, 0], drawstyle='steps', label='λ, batch shaping')
-    axes[0].plot(epochs, weights[:, 1], drawstyle='steps', label='γ, L0')
-    axes[0].set_ylabel('weight')
-    axes[0].legend(frameon=False)
+    for values, label in zip(weights.T, ('λ, batch shaping', 'γ, L0'), strict=True):
+        top = max(values.max(), 1e-12)
+        axes[0].plot(epochs, values / top, drawstyle='steps', label=f'{label} (up to {values.max():g})')
+    axes[0].set_ylabel('share of maximum')
+    axes[0].legend(frameon=False, loc='center right')
     axes[0].set_title('gated_resnet20 on handwritten digits: gates over training')
 
     bins = np.linspace(0, 1, 41)
@@ -146,7 +147,7 @@ def plot(history: List[Evaluation], losses: GateLosses, path: Path) -> None:
         epochs, counts / counts.sum(0), labels=['always on', 'conditional', 'always off'],
         colors=['#31688e', '#35b779', '#bbbbbb'])
     axes[2].set(xlabel='epoch', ylabel='share of gates', ylim=(0, 1), xlim=(-0.5, len(history) - 0.5))
-    axes[2].legend(loc='lower left', framealpha=0.9)
+    axes[2].legend(loc='center', framealpha=0.9)
     fig.savefig(path, dpi=150)
     plt.close(fig)
 
@@ -155,7 +156,8 @@ def main(argv: Optional[List[str]] = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--output', type=Path, default=Path('output/demo'), help='folder of the figure and the table')
     parser.add_argument('--epochs', type=int, default=30, help='epochs of each of the two trainings (default: 30)')
-    parser.add_argument('--gamma', type=float, default=0.002, help='weight of the L0 loss, summed over gates')
+    parser.add_argument(
+        '--gamma', type=float, default=0.01, help='weight of the L0 loss, summed over gates (default: 0.01)')
     parser.add_argument('--batch-size', type=int, default=64)
     parser.add_argument('--seed', type=int, default=0)
     args = parser.parse_args(argv)
