@@ -25,8 +25,6 @@ INSTALL_REQUIRES = [
     'torchvision',
     'timm>=1.0.30',
     'numpy',
-    'pillow',
-    'pyyaml',
     'tqdm',
 ]
 
@@ -49,8 +47,6 @@ EXTRAS = {
         'hypothesis',
         'ruff',
         'mypy',
-        'types-PyYAML',
-        'types-tqdm',
         'fvcore',
         'onnx',
         'onnxscript',

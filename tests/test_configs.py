@@ -27,8 +27,14 @@ def load(path: Path) -> Namespace:
     return Namespace(**yaml.safe_load(path.read_text()))
 
 
-def test_all_experiments_are_there():
-    assert len(CONFIGS) == 22
+KEYS = {
+    'model', 'input_size', 'num_classes', 'crop_pct', 'scale', 'hflip', 'interpolation', 'train_interpolation',
+    'epochs', 'batch_size', 'opt', 'momentum', 'lr', 'sched', 'decay_milestones', 'decay_rate', 'weight_decay',
+    'opt_kwargs', 'warmup_epochs', 'smoothing', 'color_jitter'}
+DATA = {
+    'cifar10': dict(input_size=[3, 32, 32], num_classes=10, crop_pct=1., scale=[0.64, 0.64], ratio=[1., 1.], hflip=0.5),
+    'imagenet': dict(input_size=[3, 224, 224], num_classes=1000, crop_pct=0.875, scale=[0.08, 1.], hflip=0.5),
+}
 
 
 @pytest.fixture(params=CONFIGS, ids=lambda path: f'{path.parent.name}/{path.stem}')
@@ -59,6 +65,10 @@ def test_recipe(config):
     drops = [sum(epoch >= drop for drop in paper['drops']) for epoch in range(epochs)]
     assert rates == pytest.approx([0.1 * 0.1 ** drop for drop in drops])
 
+    # train.py takes any key of a YAML, misspelt ones too
+    optional = {'device_modules', 'model_kwargs'} | (DATA[config.parent.name].keys() - KEYS)
+    assert KEYS <= vars(cfg).keys() <= KEYS | optional
+    assert {key: getattr(cfg, key) for key in DATA[config.parent.name]} == DATA[config.parent.name]
     # timm's defaults that the paper does not share
     assert (cfg.smoothing, cfg.color_jitter, cfg.warmup_epochs, cfg.train_interpolation) == (0, 0, 0, 'bilinear')
     assert getattr(cfg, 'device_modules', None) == (['timm_gated'] if gates(model) or 'cifar' in cfg.model else None)
@@ -73,6 +83,11 @@ def test_losses(config):
     last = paper['epochs'] - 1
     first_ramped, ramped = paper['gamma_ramps']
     weights = model.gate_losses.weights
+    # the reduction is stated wherever lambda or gamma is
+    text = config.read_text()
+    assert model.gate_losses.lam_reduction == 'sum' and model.gate_losses.gamma_reduction == 'mean'
+    assert 'summed over gates' in text or config.stem.endswith('_l0')
+    assert 'mean over gates' in text or config.stem.endswith('_bs')
     if config.stem.endswith('_bs'):
         assert weights(0) == weights(last) == (0.75, 0.)
     elif config.stem.endswith('_l0'):
@@ -95,6 +110,8 @@ def test_cifar_augmentation_is_pad_4_crop_and_flip(name):
     padded[:, 4:36, 4:36] = torch.arange(32 * 32).view(32, 32) % 251
     image = transforms.ToPILImage()(padded)
     crop_and_flip = transform.transforms[:2]
+    inert = [type(step).__name__ for step in transform.transforms[2:]]
+    assert inert == ['ColorJitter', 'MaybeToTensor', 'Normalize'] and transform.transforms[2].brightness is None, inert
     windows = padded.unfold(1, 32, 1).unfold(2, 32, 1).permute(1, 2, 0, 3, 4).reshape(81, 3, 32, 32)
     windows = torch.cat((windows, windows.flip(-1)))
     seen = set()

@@ -541,3 +541,10 @@ def test_forcing_a_model_in_half_precision(x):
     with force_gates(net, {'layer1.0.gate1': torch.arange(16) % 2}):
         assert net(x.bfloat16()).dtype == torch.bfloat16
     assert net.layer1[0].gate1.decision.tolist() == [[0., 1.] * 8] * 3
+
+
+@pytest.mark.parametrize('masks', ['closed', {}])
+def test_a_model_without_gates_cannot_be_forced(masks):
+    model = timm.create_model('resnet18')
+    with pytest.raises(ValueError, match='ResNet has no gates to force'), force_gates(model, masks):
+        pass

@@ -1,11 +1,14 @@
 """Objectives: the options of the gate losses, and batch shaping of any feature"""
 import copy
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import timm
 import torch
 import torch.nn as nn
+import yaml
 from timm.task import ClassificationTask
 
 from timm_gated import GateLosses, Normal, Uniform, batch_shaping_loss, gates, objectives, shape_features
@@ -27,7 +30,12 @@ def images(size: int = 4) -> torch.Tensor:
     (dict(lam_epochs=(1, 2, 3)), 'pair'),
     (dict(lam_epochs=5), 'pair'),
     (dict(lam_reduction='none'), "'none'"),
-    (dict(log_interval=0), 'log_interval must be >= 1, got 0'),
+    (dict(log_interval=0), 'log_interval must be a whole number >= 1, got 0'),
+    (dict(gamma='5e-2'), "gamma must be a number >= 0, got '5e-2' .in YAML, write"),
+    (dict(lam=True), 'lam must be a number >= 0, got True'),
+    (dict(lam_epochs=(0, None)), 'end of lam_epochs must be a number, got None'),
+    (dict(gate_bias=float('nan')), 'bias of a gate must be a number, got nan'),
+    (dict(inner_width=1.5), 'inner_width must be a whole number >= 1, got 1.5'),
     (dict(gate_temperature=0.), 'temperature .* got 0.0'),
     (dict(gate_hidden=0), 'hidden_channels .* got 0'),
 ])
@@ -131,8 +139,54 @@ def test_shape_features_unknown_name():
 def test_shape_features_anneals():
     model = nn.Sequential(nn.Linear(3, 5))
     shaping = shape_features(model, {'0': Normal()}, weight=0.4, epochs=(0, 4))
-    model(torch.randn(8, 3))
-    assert [shaping.terms(model, e)['feature_shaping_loss'].weight for e in (0, 2, 4)] == [0.4, 0.2, 0.]
+    weights = []
+    for epoch in (0, 2, 4):
+        model(torch.randn(8, 3))
+        weights.append(shaping.terms(model, epoch)['feature_shaping_loss'].weight)
+    assert weights == [0.4, 0.2, 0.]
+
+
+def test_features_are_kept_in_training_only():
+    model = nn.Sequential(nn.Linear(3, 5))
+    shaping = shape_features(model, {'0': Normal()})
+    model.eval()(torch.randn(8, 3))
+    assert shaping.taps[0].feature is None
+    with pytest.raises(RuntimeError, match="feature '0' has seen no input"):
+        shaping.terms(model, 0)
+
+
+@pytest.mark.parametrize('channel_dim, shape, expected', [
+    (None, (4, 6), (4, 6)),
+    (None, (4, 6, 5, 7), (4 * 5 * 7, 6)),
+    (None, (4, 9, 6), (4 * 9, 6)),  # tokens
+    (-1, (4, 5, 7, 6), (4 * 5 * 7, 6)),  # channels last
+    (1, (4, 6, 9), (4 * 9, 6)),
+])
+def test_channels_of_a_feature(monkeypatch, channel_dim, shape, expected):
+    seen = []
+    monkeypatch.setattr('timm_gated.objective.batch_shaping_loss', lambda x, *args: seen.append(x) or x.sum())
+    model = nn.Sequential(nn.Identity())
+    shaping = shape_features(model, {'0': Normal()}, channel_dim=channel_dim)
+    x = torch.randn(shape)
+    model(x)
+    shaping.terms(model, 0)
+    assert seen[0].shape == expected
+    channel = (1 if len(shape) != 3 else -1) if channel_dim is None else channel_dim
+    torch.testing.assert_close(seen[0].mean(0), x.movedim(channel, 0).flatten(1).mean(1))
+
+
+def test_shape_tokens_of_a_transformer():
+    model = timm.create_model('vit_tiny_patch16_224', img_size=32)
+    shape_features(model, {'blocks.0.mlp.act': 'normal'})
+    result = ClassificationTask(model, nn.CrossEntropyLoss(), verbose=False)(images(), torch.arange(4))
+    assert result['feature_shaping_loss'] > 0
+
+
+def test_feature_that_is_no_tensor():
+    model = nn.Sequential(nn.LSTM(3, 5))
+    shape_features(model, {'0': Normal()})
+    with pytest.raises(ValueError, match="feature '0' must be one tensor .* got tuple"):
+        model(torch.randn(8, 2, 3))
 
 
 def test_copies_listen_to_their_own_features():
@@ -156,13 +210,22 @@ def test_any_network_from_model_kwargs():
     result = ClassificationTask(gated, nn.CrossEntropyLoss(), verbose=False)(images(), torch.arange(4))
     assert {'feature_shaping_loss', 'batch_shaping_loss'} <= set(result)
 
+    # what train.py passes beside the YAML's model_kwargs
+    readme = (Path(__file__).parents[1] / 'README.md').read_text()
+    config = yaml.safe_load(re.search(r'```yaml\n(model: batch_shaped.*?)```', readme, re.DOTALL).group(1))
+    model = timm.create_model(
+        config['model'], pretrained=False, in_chans=3, num_classes=10, drop_rate=0., drop_path_rate=None,
+        global_pool=None, scriptable=False, checkpoint_path='', **config['model_kwargs'])
+    result = ClassificationTask(model, nn.CrossEntropyLoss(), verbose=False)(images(), torch.arange(4))
+    assert result['feature_shaping_loss'] > 0
+
     with pytest.raises(ValueError, match='needs `features`'):
         timm.create_model('batch_shaped', network='resnet18')
 
 
 def test_shaped_network_compiles():
     model = timm.create_model('batch_shaped', network='cifar_resnet20', features={'layer2': 'normal'})
-    eager = model.eval()(images())
     compiled = torch.compile(model, backend='aot_eager')
-    torch.testing.assert_close(compiled(images()), eager)
+    compiled(images())
     assert model.feature_shaping.taps[0].feature.shape == (4, 32, 16, 16)
+    assert model.feature_shaping.terms(model, 0)['feature_shaping_loss'].value.requires_grad

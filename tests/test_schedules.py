@@ -53,7 +53,14 @@ def test_a_schedule_of_no_length_is_a_step(at):
 
 
 @pytest.mark.parametrize('schedule', SCHEDULES)
-@pytest.mark.parametrize('start, end', [(2, 1), (-1, 3), (-2, -1), (math.nan, 1), (0, math.nan)])
+@pytest.mark.parametrize('start, end', [(math.nan, 1), (0, math.nan), ('0', 1), (0, None)])
+def test_epochs_that_are_no_numbers_are_refused(schedule, start, end):
+    with pytest.raises(ValueError, match='of epochs must be a number, got'):
+        schedule(0, 1., start, end)
+
+
+@pytest.mark.parametrize('schedule', SCHEDULES)
+@pytest.mark.parametrize('start, end', [(2, 1), (-1, 3), (-2, -1)])
 def test_impossible_epochs_are_refused(schedule, start, end):
     with pytest.raises(ValueError, match=f'0 <= start <= end, got start {start} and end {end}'):
         schedule(0, 1., start, end)

@@ -63,6 +63,7 @@ def test_loss_is_the_task_loss_plus_weighted_terms():
     torch.testing.assert_close(result['loss'], result['task_loss'] + 0.5 * shaping + 0.2 * l0)
     decisions = torch.cat([gate.decision for _, gate in gates(model)], 1)
     torch.testing.assert_close(result['gate_density'], decisions.mean())
+    torch.testing.assert_close(result['gate_density_eval'], (logits > 0).float().mean())
 
 
 def test_gate_losses_reach_the_gates():
@@ -116,6 +117,24 @@ def test_repeated_train_calls_before_a_step_are_one_epoch():
     assert task.gate_epoch == 0
 
 
+def test_epoch_can_be_set():
+    task = make_task(make_model())
+    task.get_trainable_module().train()
+    task.set_epoch(2)
+    result = task(*batch())
+    assert task.gate_epoch == 2 and (result['lam'], result['gamma']) == EXPECTED[2]
+
+
+def test_a_pass_in_evaluation_mode_begins_no_epoch():
+    task = make_task(make_model())
+    task.get_trainable_module().eval()
+    with torch.no_grad():
+        task(*batch())
+    task.get_trainable_module().train()
+    task(*batch())
+    assert task.gate_epoch == 0
+
+
 def test_resume_continues_step_by_step(tmp_path):
     whole = train_epochs(make_task(make_model()), 4)
 
@@ -153,10 +172,13 @@ def test_resume_from_a_run_without_gates_warns(caplog):
 def test_parts_are_logged(caplog):
     task = ClassificationTask(make_model(log_interval=2), nn.CrossEntropyLoss(), verbose=True)
     with caplog.at_level(logging.INFO, logger='timm_gated.task'):
-        train_epochs(task, 1, steps=3)
+        train_epochs(task, 2, steps=4)
+        task.get_task_state()
     lines = [record.message for record in caplog.records if record.name == 'timm_gated.task']
-    assert len(lines) == 2 and lines[0].startswith('Gates: 0 [   0]') and lines[1].startswith('Gates: 0 [   2]')
-    for part in ('task_loss', 'batch_shaping_loss', 'l0_loss', 'gate_density', 'lam: 0.7500', 'gamma: 0.000'):
+    assert [line[:15] for line in lines] == [f'Gates: {e} [   {s}]' for e in (0, 1) for s in (0, 2, 3)]
+    for part in (
+            'task_loss', 'batch_shaping_loss', 'l0_loss', 'lam: 0.75', 'gamma: 0.0', 'gate_density: ',
+            'gate_density_eval: '):
         assert part in lines[0]
 
 

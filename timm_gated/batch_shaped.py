@@ -27,6 +27,7 @@ def batch_shaped(
         weight: float = 1.,
         epochs: Any = 'fixed',
         reduction: str = 'mean',
+        channel_dim: Optional[int] = None,
         **kwargs,
 ) -> nn.Module:
     """Constructs another timm model, some of whose features are shaped in training.
@@ -38,10 +39,11 @@ def batch_shaped(
         weight: Weight of the loss.
         epochs: Epochs over which the weight is annealed, or 'fixed'.
         reduction: Over the channels of a feature.
+        channel_dim: Dimension of the channels of a feature.
         **kwargs: Of the network.
     """
     if not features:
         raise ValueError("batch_shaped needs `features`, such as {'layer3.1.act1': 'normal'}, got none.")
     model = timm.create_model(network, pretrained=pretrained, **kwargs)
-    shape_features(model, features, weight=weight, epochs=epochs, reduction=reduction)
+    shape_features(model, features, weight, epochs, reduction, channel_dim)
     return model

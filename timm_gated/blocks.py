@@ -16,15 +16,17 @@ from timm.models.resnet import BasicBlock, Bottleneck
 
 from .gate import ChannelGate, apply_gate
 
-__all__ = ['GatedBasicBlock', 'GatedBottleneck', 'GatedConvs']
+__all__ = ['GatedBasicBlock', 'GatedBottleneck', 'GatedConvs', 'check_maps']
 
 # What gates switch in a block, by the convolution's name: the gate over its inputs and the gate over its outputs.
 GatedConvs = Dict[str, Tuple[Optional[ChannelGate], Optional[ChannelGate]]]
 
 
-def _check_maps(gated_maps: Sequence[int], allowed: Sequence[Tuple[int, ...]]) -> None:
+def check_maps(gated_maps: Sequence[int], allowed: Sequence[Tuple[int, ...]]) -> Tuple[int, ...]:
+    """Validate which inner maps of a block are gated and return them as a tuple."""
     if not isinstance(gated_maps, Sequence) or tuple(sorted(gated_maps)) not in allowed:
         raise ValueError(f'gated_maps of this block must be {" or ".join(map(str, allowed))}, got {gated_maps!r}.')
+    return tuple(gated_maps)
 
 
 class GatedBasicBlock(BasicBlock):
@@ -54,7 +56,7 @@ class GatedBasicBlock(BasicBlock):
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__(inplanes, planes, stride, downsample, **kwargs, **dd)
-        _check_maps(gated_maps, ((1,),))
+        check_maps(gated_maps, ((1,),))
         self.gate_pool = nn.AdaptiveAvgPool2d(1)
         self.gate1 = gate_layer(inplanes, self.conv1.out_channels, **dd)
 
@@ -117,7 +119,7 @@ class GatedBottleneck(Bottleneck):
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__(inplanes, planes, stride, downsample, **kwargs, **dd)
-        _check_maps(gated_maps, ((1,), (2,), (1, 2)))
+        check_maps(gated_maps, ((1,), (2,), (1, 2)))
         if self.conv2.groups > 1:
             raise ValueError(f'gates need plain convolutions: cardinality must be 1, got {self.conv2.groups}.')
         self.gate_pool = nn.AdaptiveAvgPool2d(1)

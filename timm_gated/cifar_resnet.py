@@ -17,12 +17,13 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import DropPath, LayerType, create_classifier, get_act_layer, get_norm_layer
+from timm.layers import DropPath, LayerType, create_classifier, get_act_layer, get_device_dtype, get_norm_layer
 from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.resnet import BasicBlock
 
 from .blocks import GatedBasicBlock
+from .checks import check_number
 from .gated_net import GatedNet, checkpoint_filter_fn, create_gated_net, rename_linear_head
 
 __all__ = ['CIFAR10_RECIPE', 'CifarResNet', 'GatedCifarResNet']
@@ -91,8 +92,7 @@ class CifarResNet(nn.Module):
         dd = {'device': device, 'dtype': dtype}
         if output_stride not in (1, 2, 4, 8, 16, 32):
             raise ValueError(f'output_stride must be 1, 2, 4, 8, 16 or 32, got {output_stride}.')
-        if inner_width < 1:
-            raise ValueError(f'inner_width must be >= 1, got {inner_width}.')
+        check_number(inner_width, 'inner_width', minimum=1, integer=True)
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.drop_rate = drop_rate
@@ -170,7 +170,8 @@ class CifarResNet(nn.Module):
 
     def reset_classifier(self, num_classes: int, global_pool: str = 'avg') -> None:
         self.num_classes = num_classes
-        self.global_pool, self.fc = create_classifier(self.num_features, num_classes, pool_type=global_pool)
+        dd = get_device_dtype(self)
+        self.global_pool, self.fc = create_classifier(self.num_features, num_classes, pool_type=global_pool, **dd)
 
     def forward_intermediates(
             self,

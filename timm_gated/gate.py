@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from timm.models import register_notrace_module
 from timm.utils import unwrap_model
 
+from .checks import check_number
+
 __all__ = ['ChannelGate', 'apply_gate', 'binary_concrete', 'force_gates', 'gates']
 
 
@@ -68,11 +70,9 @@ class ChannelGate(nn.Module):
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
-        if not temperature > 0:
-            raise ValueError(f'temperature of a gate must be > 0, got {temperature}.')
-        if hidden_channels < 1:
-            raise ValueError(f'hidden_channels of a gate must be >= 1, got {hidden_channels}.')
-        self.temperature = temperature
+        check_number(hidden_channels, 'hidden_channels of a gate', minimum=1, integer=True)
+        check_number(bias, 'bias of a gate')
+        self.temperature = check_number(temperature, 'temperature of a gate', above=0)
         self.fc1 = nn.Linear(in_channels, hidden_channels, **dd)
         self.bn = nn.BatchNorm1d(hidden_channels, **dd)
         self.fc2 = nn.Linear(hidden_channels, num_gates, **dd)
@@ -169,6 +169,8 @@ def force_gates(model: nn.Module, masks: Masks) -> Iterator[nn.Module]:
         >>>     dense_output = model(images)
     """
     named_gates = dict(gates(model))
+    if not named_gates and masks != 'open':  # (a dense network is open as it is)
+        raise ValueError(f'this {type(model).__name__} has no gates to force.')
     forced = _resolve_masks(named_gates, masks)
     before = {name: gate.forced for name, gate in named_gates.items()}
     try:

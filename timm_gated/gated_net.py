@@ -17,7 +17,7 @@ from timm.models import build_model_with_cfg, clean_state_dict
 from .gate import ChannelGate, gates
 from .objective import GateLosses, Objective
 
-__all__ = ['GatedNet', 'checkpoint_filter_fn', 'create_gated_net']
+__all__ = ['GatedNet', 'check_incoming', 'checkpoint_filter_fn', 'create_gated_net', 'rename_linear_head']
 
 _logger = logging.getLogger(__name__)
 
@@ -48,14 +48,9 @@ class GatedNet(nn.Module):
 
     def _load_from_state_dict(
             self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
-        mismatch = _depth_mismatch(state_dict, self, prefix)
+        mismatch = check_incoming(self, state_dict, prefix)
         if mismatch:
             error_msgs.append(mismatch)
-        fresh = [n for n, _ in gates(self) if not any(k.startswith(f'{prefix}{n}.') for k in state_dict)]
-        if fresh:
-            _logger.info(
-                f'The checkpoint has no weights for {len(fresh)} of {len(gates(self))} gates; '
-                f'these keep their fresh initialisation: {fresh[0]}{" … " + fresh[-1] if len(fresh) > 1 else ""}.')
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
@@ -116,6 +111,22 @@ def checkpoint_filter_fn(state_dict: StateDict, model: nn.Module) -> StateDict:
     if mismatch:
         raise ValueError(mismatch)
     return out
+
+
+def check_incoming(model: nn.Module, state_dict: StateDict, prefix: str = '') -> str:
+    """What keeps a state dict from being loaded into a gated network, if anything; the log says which gates stay fresh.
+
+    Args:
+        model: The network.
+        state_dict: The state dict that is being loaded.
+        prefix: Of the network's keys in it.
+    """
+    fresh = [n for n, _ in gates(model) if not any(k.startswith(f'{prefix}{n}.') for k in state_dict)]
+    if fresh:
+        _logger.warning(
+            f'The checkpoint has no weights for {len(fresh)} of {len(gates(model))} gates; '
+            f'these keep their fresh initialisation: {fresh[0]}{" … " + fresh[-1] if len(fresh) > 1 else ""}.')
+    return _depth_mismatch(state_dict, model, prefix)
 
 
 def rename_linear_head(state_dict: StateDict, prefix: str = '') -> None:

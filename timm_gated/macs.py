@@ -1,12 +1,6 @@
 """Multiply-accumulates, of the dense network and of each sample
 
-The convention, as in the gating paper:
-    * Counted are convolutions and linear layers, one MAC a multiplication; not counted are normalisation, activation,
-      pooling, residual additions and biases. For a plain ResNet the total agrees with fvcore's convolution + linear.
-    * `dense` is the plain network without its gates.
-    * `per_sample` is what an image costs: a convolution counts its open inputs times its open outputs; shortcuts, stem
-      and head count in full; and so does the overhead of the gates: their linear layers, and the additions of the
-      pooling that they share, one a value.
+The convention is the gating paper's; `count_macs` states it.
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 """
@@ -87,6 +81,7 @@ class MacCounter:
                     f'Count the model that it was made from.')
 
     def __enter__(self) -> 'MacCounter':
+        self._by_module = {}
         self._handles = [
             module.register_forward_hook(partial(self._record, name))
             for name, module in self.model.named_modules()
@@ -121,9 +116,14 @@ class MacCounter:
 
 @torch.no_grad()
 def count_macs(model: nn.Module, x: torch.Tensor) -> Macs:
-    """Count the MACs of a forward pass in evaluation mode.
+    """Count the MACs of a forward pass in evaluation mode; the model's mode is restored afterwards.
 
-    The model's mode is restored afterwards. See the module's docstring for what counts.
+    Counted are convolutions and linear layers, one MAC a multiplication; not counted are normalisation, activation,
+    pooling, residual additions and biases. For a plain ResNet the total agrees with fvcore's convolution + linear.
+
+    `dense` is the plain network without its gates. `per_sample` is what an image costs: a convolution counts its open
+    inputs times its open outputs; shortcuts, stem and head count in full; and so does the overhead of the gates:
+    their linear layers, and the additions of the pooling that they share, one a value.
 
     Args:
         model: A gated model, or any other model of convolutions and linear layers.

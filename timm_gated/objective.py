@@ -7,17 +7,20 @@ distillation wrappers, its priors may have parameters that the model's optimizer
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 """
 import difflib
-from typing import Any, Dict, List, Mapping, NamedTuple, Tuple, Union
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
 
+from .checks import check_number
 from .gate import gates
 from .losses import batch_shaping_loss, check_reduction, l0_loss
 from .priors import Prior, create_prior
 from .schedules import Epochs, check_epochs, linear_anneal, linear_warmup
 
-__all__ = ['FeatureShaping', 'GateLosses', 'Objective', 'Term', 'objectives', 'shape_features']
+__all__ = [
+    'FeatureShaping', 'GateLosses', 'Objective', 'Term', 'gate_density', 'gate_logits', 'objectives', 'shape_features',
+]
 
 PriorSpec = Union[Prior, str, Mapping[str, Any]]
 
@@ -67,12 +70,6 @@ def objectives(model: nn.Module) -> List[Objective]:
     return [module for module in model.modules() if isinstance(module, Objective)]
 
 
-def _check_weight(value: float, name: str) -> float:
-    if not 0 <= value < float('inf'):
-        raise ValueError(f'{name} must be a number >= 0, got {value}.')
-    return value
-
-
 class GateLosses(Objective):
     """Batch shaping and L0 over all gates of a model: the paper's objective.
 
@@ -99,16 +96,14 @@ class GateLosses(Objective):
             log_interval: int = 50,
     ) -> None:
         super().__init__()
-        self.lam = _check_weight(lam, 'lam')
-        self.gamma = _check_weight(gamma, 'gamma')
+        self.lam = check_number(lam, 'lam', minimum=0)
+        self.gamma = check_number(gamma, 'gamma', minimum=0)
         self.lam_epochs = check_epochs(lam_epochs, 'lam_epochs')
         self.gamma_epochs = check_epochs(gamma_epochs, 'gamma_epochs')
         self.prior = create_prior(prior)
         self.lam_reduction = check_reduction(lam_reduction, ('sum', 'mean'))
         self.gamma_reduction = check_reduction(gamma_reduction, ('sum', 'mean'))
-        if log_interval < 1:
-            raise ValueError(f'log_interval must be >= 1, got {log_interval}.')
-        self.log_interval = log_interval
+        self.log_interval = check_number(log_interval, 'log_interval', minimum=1, integer=True)
 
     def extra_repr(self) -> str:
         return (
@@ -126,7 +121,7 @@ class GateLosses(Objective):
 
     def terms(self, model: nn.Module, epoch: float) -> Dict[str, Term]:
         lam, gamma = self.weights(epoch)
-        logits = _gate_logits(model)
+        logits = gate_logits(model)
         if lam or any(p.requires_grad for p in self.prior.parameters()):
             # (A prior that learns is kept in the graph: DDP waits for the gradient of every parameter.)
             shaping = batch_shaping_loss(torch.sigmoid(logits), self.prior, self.lam_reduction)
@@ -138,11 +133,17 @@ class GateLosses(Objective):
         }
 
     def stats(self, model: nn.Module) -> Dict[str, torch.Tensor]:
-        decisions = [gate.decision for _, gate in gates(model) if gate.decision is not None]
-        return {'gate_density': torch.cat(decisions, 1).mean()}
+        return gate_density(model)
 
 
-def _gate_logits(model: nn.Module) -> torch.Tensor:
+def gate_density(model: nn.Module) -> Dict[str, torch.Tensor]:
+    """Share of the gates that were open in the last forward pass, and that would be open without noise."""
+    logits = gate_logits(model).detach()
+    decisions = torch.cat([gate.decision for _, gate in gates(model)], dim=1)  # type: ignore[misc]
+    return {'gate_density': decisions.mean(), 'gate_density_eval': (logits > 0).to(logits.dtype).mean()}
+
+
+def gate_logits(model: nn.Module) -> torch.Tensor:
     """The last logits of all gates, [N, gates]."""
     logits = []
     for name, gate in gates(model):
@@ -157,26 +158,32 @@ def _gate_logits(model: nn.Module) -> torch.Tensor:
 
 
 class _FeatureTap(nn.Module):
-    """Keeps the last output of one module of the network, and the prior that it is to follow."""
+    """Keeps the last output of one module of the network, in training, and the prior that it is to follow."""
 
-    def __init__(self, name: str, prior: Prior) -> None:
+    def __init__(self, name: str, prior: Prior, channel_dim: Optional[int]) -> None:
         super().__init__()
         self.name = name
         self.prior = prior
-        self.feature: Any = None
+        self.channel_dim = channel_dim
+        self.feature: Optional[torch.Tensor] = None
 
-    def record(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    def record(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self.training:
+            return
+        if not isinstance(output, torch.Tensor) or output.ndim < 2:
+            what = f'shape {tuple(output.shape)}' if isinstance(output, torch.Tensor) else type(output).__name__
+            raise ValueError(f"feature '{self.name}' must be one tensor of two dimensions or more, got {what}.")
         self.feature = output.clone()  # what follows may work in place
 
     def loss(self, reduction: str) -> torch.Tensor:
         """Batch shaping of each channel. As in batch normalisation, the positions of a map count as samples."""
         if self.feature is None:
-            raise RuntimeError(f"feature '{self.name}' has seen no input: run the model before its shaping loss.")
-        if self.feature.ndim < 2:
-            raise ValueError(
-                f"feature '{self.name}' has shape {tuple(self.feature.shape)}; (N, C) and (N, C, ...) can be shaped.")
-        samples = self.feature.movedim(1, -1).flatten(0, -2)
-        return batch_shaping_loss(samples, self.prior, reduction)
+            raise RuntimeError(f"feature '{self.name}' has seen no input: train the model before its shaping loss.")
+        feature, self.feature = self.feature, None
+        channel_dim = self.channel_dim
+        if channel_dim is None:
+            channel_dim = -1 if feature.ndim == 3 else 1  # tokens [N, L, C], or maps [N, C, H, W]
+        return batch_shaping_loss(feature.movedim(channel_dim, -1).flatten(0, -2), self.prior, reduction)
 
     def __getstate__(self) -> Dict[str, Any]:
         return {**self.__dict__, 'feature': None}
@@ -192,9 +199,10 @@ class FeatureShaping(Objective):
             weight: float = 1.,
             epochs: Epochs = 'fixed',
             reduction: str = 'mean',
+            channel_dim: Optional[int] = None,
     ) -> None:
         super().__init__()
-        self.weight = _check_weight(weight, 'weight')
+        self.weight = check_number(weight, 'weight', minimum=0)
         self.epochs = check_epochs(epochs, 'epochs')
         self.reduction = check_reduction(reduction, ('sum', 'mean'))
         modules = dict(model.named_modules())
@@ -204,7 +212,7 @@ class FeatureShaping(Objective):
                 raise ValueError(
                     f"the model has no module '{name}' to shape; near: {', '.join(near) or 'none'}. "
                     f'model.named_modules() lists all.')
-        taps = [_FeatureTap(name, create_prior(spec)) for name, spec in priors.items()]
+        taps = [_FeatureTap(name, create_prior(spec), channel_dim) for name, spec in priors.items()]
         self.taps = nn.ModuleList(taps)
         self._handles = [modules[tap.name].register_forward_hook(tap.record) for tap in taps]
 
@@ -232,12 +240,13 @@ def shape_features(
         weight: float = 1.,
         epochs: Epochs = 'fixed',
         reduction: str = 'mean',
+        channel_dim: Optional[int] = None,
 ) -> FeatureShaping:
     """Shape features of any network, by the names of the modules that put them out.
 
     Each channel of a feature is driven towards its prior over the batch (and over the positions of a map), whenever the
     model is trained by one of timm's tasks. The objective becomes the model's child `feature_shaping`; a second
-    call replaces the first.
+    call replaces the first. (Priors that learn add their parameters to the state dict, under that name.)
 
     Args:
         model: The network.
@@ -245,11 +254,13 @@ def shape_features(
         weight: Weight of the loss.
         epochs: Epochs over which the weight is annealed linearly to zero, or 'fixed'.
         reduction: 'mean' or 'sum' over the channels of a feature; features are summed.
+        channel_dim: Dimension of the channels; by default the last one of tokens [N, L, C], and otherwise the second.
+            Maps with channels last need -1.
 
     Example:
         >>> shape_features(timm.create_model('resnet18'), {'layer3.1.act1': Normal()}, weight=0.1)
     """
-    shaping = FeatureShaping(model, priors, weight, epochs, reduction)
+    shaping = FeatureShaping(model, priors, weight, epochs, reduction, channel_dim)
     previous = getattr(model, 'feature_shaping', None)
     if isinstance(previous, FeatureShaping):
         previous.remove()

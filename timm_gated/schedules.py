@@ -6,6 +6,8 @@ Batch shaping starts strong and is annealed linearly to zero; the L0 loss joins 
 """
 from typing import Any, Sequence, Tuple, Union
 
+from .checks import check_number
+
 __all__ = ['Epochs', 'check_epochs', 'linear_anneal', 'linear_warmup']
 
 Epochs = Union[str, Tuple[float, float]]  # 'fixed', or (start, end)
@@ -17,7 +19,7 @@ def check_epochs(epochs: Any, name: str = 'epochs') -> Epochs:
         return 'fixed'
     if isinstance(epochs, str) or not isinstance(epochs, Sequence) or len(epochs) != 2:
         raise ValueError(f"{name} must be 'fixed' or a pair (start, end), got {epochs!r}.")
-    start, end = epochs
+    start, end = check_number(epochs[0], f'start of {name}'), check_number(epochs[1], f'end of {name}')
     if not 0 <= start <= end:
         raise ValueError(f'{name} must satisfy 0 <= start <= end, got start {start} and end {end}.')
     return start, end

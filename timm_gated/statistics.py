@@ -4,7 +4,7 @@ Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://op
 
 A gate is always on (off) when it is on (off) for more than 99 % of the inputs, and conditional otherwise.
 """
-from typing import Dict, NamedTuple
+from typing import Any, Callable, Dict, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -45,6 +45,17 @@ class GateStatistics:
             num_samples = gate.decision.shape[0]
             self._open[name] = self._open.get(name, 0) + gate.decision.long().sum(0)
         self.num_samples += num_samples
+
+    def reduce(self, all_reduce: Callable[[torch.Tensor], Any]) -> None:
+        """Add up the counts of all processes.
+
+        Args:
+            all_reduce: Sums a tensor over the processes, in place.
+        """
+        num_samples = torch.tensor(self.num_samples)
+        for count in (num_samples, *self._open.values()):
+            all_reduce(count)
+        self.num_samples = int(num_samples)
 
     def open_share(self) -> Dict[str, torch.Tensor]:
         """For each gate module, the share of inputs for which each of its gates was open, [num_gates]."""

@@ -32,14 +32,27 @@ _STATE_KEY = 'gate_epoch'
 class ObjectiveTask(TrainingTask):
     """Mixin over a timm task: its loss, plus the terms of the model's objectives.
 
-    `gate_epoch` is the current epoch, -1 before the first step. A loop that calls `train()` at other times than the
-    start of an epoch may set it, after that call.
+    `gate_epoch` is the current epoch, -1 before the first step.
     """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.gate_epoch = -1
         self._log = _RunningLog()
+        if self.verbose:
+            for objective in self._objectives():
+                _logger.info(f'{type(self).__name__}: {type(objective).__name__}({objective.extra_repr()})')
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch it is, in a loop that calls `train()` at other times than the start of an epoch."""
+        self.gate_epoch = epoch
+        for objective in self._objectives():
+            objective.epoch_begins = False
+
+    def _objectives(self) -> List[Objective]:
+        model = self.get_trainable_module()
+        assert model is not None
+        return objectives(model)
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> Dict[str, Any]:
         """As the task's own, with the objectives' terms, their weights and statistics added to the result by name.
@@ -49,10 +62,11 @@ class ObjectiveTask(TrainingTask):
         result: Dict[str, Any] = super().forward(input, target)
         model = self.get_trainable_module()
         assert model is not None
-        active = objectives(model)
+        active = self._objectives()
         if not active:
             return result
-        self._follow_epoch(active)
+        if model.training and (self.gate_epoch < 0 or any(objective.epoch_begins for objective in active)):
+            self.set_epoch(self.gate_epoch + 1)
         loss = result['loss']
         result.setdefault('task_loss', loss)
         # Outside autocast: sorted sigmoids and their CDFs need all of float32.
@@ -68,13 +82,8 @@ class ObjectiveTask(TrainingTask):
             self._log.update(self.gate_epoch, added, min(objective.log_interval for objective in active))
         return result
 
-    def _follow_epoch(self, active: List[Objective]) -> None:
-        if self.gate_epoch < 0 or any(objective.epoch_begins for objective in active):
-            self.gate_epoch += 1
-        for objective in active:
-            objective.epoch_begins = False
-
     def get_task_state(self, module: Optional[nn.Module] = None, ema: bool = False) -> Dict[str, Any]:
+        self._log.flush()  # a checkpoint is written at the end of an epoch
         state = super().get_task_state(module=module, ema=ema)
         return state if ema else {**state, _STATE_KEY: self.gate_epoch}
 
@@ -97,7 +106,7 @@ class ObjectiveTask(TrainingTask):
 
 
 class _RunningLog:
-    """Means of the parts of the loss, logged every so many steps."""
+    """Means of the parts of the loss, logged every so many steps and at the end of an epoch."""
 
     def __init__(self) -> None:
         self.epoch = self.step = -1
@@ -105,12 +114,17 @@ class _RunningLog:
 
     def update(self, epoch: int, values: Dict[str, Any], interval: int) -> None:
         if epoch != self.epoch:
-            self.epoch, self.step, self.history = epoch, -1, []
+            self.flush()
+            self.epoch, self.step = epoch, -1
         self.step += 1
         self.history.append({k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in values.items()})
-        if self.step % interval:
+        if self.step % interval == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self.history:
             return
-        means = {k: sum(float(entry[k]) for entry in self.history) / len(self.history) for k in values}
+        means = {k: sum(float(entry[k]) for entry in self.history) / len(self.history) for k in self.history[0]}
         self.history = []
         _logger.info(
             f'Gates: {self.epoch} [{self.step:>4d}]  ' + '  '.join(f'{k}: {v:#.4g}' for k, v in means.items()))

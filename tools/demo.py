@@ -28,7 +28,7 @@ from timm.task import ClassificationTask
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
-from timm_gated import GateLosses, GateStatistics, count_macs, gates
+from timm_gated import GateLosses, GateStatistics, MacCounter, gates
 from timm_gated.statistics import GateCounts
 
 Loaders = Tuple[DataLoader, DataLoader]
@@ -62,13 +62,13 @@ def evaluate(model: nn.Module, loader: DataLoader) -> Evaluation:
     statistics = GateStatistics()
     correct, macs, dense, probabilities = 0, [], 0, []
     for images, labels in loader:
-        correct += int((model(images).argmax(1) == labels).sum())
+        with MacCounter(model) as counter:
+            correct += int((model(images).argmax(1) == labels).sum())
         if gates(model):
             statistics.update(model)
             probabilities.append(torch.cat([gate.logits.sigmoid() for _, gate in gates(model)], 1))
-        counted = count_macs(model, images)
-        dense = counted.dense
-        macs.append(counted.per_sample)
+        dense = counter.macs().dense
+        macs.append(counter.macs().per_sample)
     return Evaluation(
         accuracy=100 * correct / len(loader.dataset),
         dense_macs=dense,
