@@ -176,7 +176,7 @@ def test_options_of_the_gates():
     (dict(gate_temperature=0.), 'temperature'),
     (dict(gate_hidden=0), 'hidden_channels'),
     (dict(output_stride=3), 'output_stride must be 1, 2, 4, 8, 16 or 32, got 3'),
-    (dict(inner_width=0), 'inner_width must be >= 1, got 0'),
+    (dict(inner_width=0), 'inner_width must be a whole number >= 1, got 0'),
 ])
 def test_bad_options(kwargs, message):
     with pytest.raises(ValueError, match=message):
