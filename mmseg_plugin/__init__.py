@@ -1,4 +1,28 @@
-"""Channel-gated networks for mmsegmentation: a thin adapter over `timm_gated`."""
+"""Channel-gated networks for mmsegmentation: a thin adapter over `timm_gated`
+
+Importing this package, as the configs do through `custom_imports`, registers everything with mmseg.
+"""
 from timm_gated.version import __version__ as __version__
 
-__all__: list[str] = []
+from . import compat  # noqa: F401, I001  (before anything of mmseg)
+from .backbones import GatedResNet, GatedResNetV1c, GatedResNetV1d
+from .datasets import CamVidDataset
+from .hooks import GateLossScheduleHook, GateStatisticsHook
+from .losses import BatchShapingLoss, FeatureShapingLoss, L0Loss
+from .metrics import MACsMetric
+from .segmentors import GatedCascadeEncoderDecoder, GatedEncoderDecoder
+
+__all__ = [
+    'BatchShapingLoss',
+    'CamVidDataset',
+    'FeatureShapingLoss',
+    'GateLossScheduleHook',
+    'GateStatisticsHook',
+    'GatedCascadeEncoderDecoder',
+    'GatedEncoderDecoder',
+    'GatedResNet',
+    'GatedResNetV1c',
+    'GatedResNetV1d',
+    'L0Loss',
+    'MACsMetric',
+]

@@ -1,0 +1,152 @@
+"""Gated ResNets as mmsegmentation backbones
+
+mmseg's ResNet, ResNetV1c and ResNetV1d with the channel gates of `timm_gated` in every block.
+
+Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
+
+The blocks are mmseg's own: a gate's mask is applied where the next convolution reads the map, which is after the ReLU,
+by a hook before that convolution. Names of weights are mmseg's plus those of the gates, so dense checkpoints load.
+"""
+import inspect
+from functools import partial
+from typing import Any, Dict, Optional, Sequence, Tuple
+
+import torch
+import torch.nn as nn
+from mmseg.models.backbones.resnet import BasicBlock, Bottleneck, ResNet
+from mmseg.registry import MODELS
+from torch.utils.checkpoint import checkpoint
+
+from timm_gated.blocks import GatedConvs, check_maps
+from timm_gated.gate import ChannelGate, apply_gate
+from timm_gated.gated_net import check_incoming
+
+__all__ = ['GatedResNet', 'GatedResNetV1c', 'GatedResNetV1d']
+
+_GATE_OPTIONS = tuple(inspect.signature(ChannelGate).parameters)[2:-2]
+
+
+class _GatedBlock(nn.Module):
+    """Mixin over mmseg's blocks.
+
+    Args:
+        inplanes: Channels of the block's input.
+        gated_maps: Inner maps to gate, counted from 1; all of them by default.
+        gate_cfg: Options of the gates.
+        with_cp: Recompute the block in backward.
+        **kwargs: As for mmseg's block.
+    """
+
+    allowed_maps: Sequence[Tuple[int, ...]]  # the last one is the default
+
+    def __init__(
+            self,
+            inplanes: int,
+            gated_maps: Optional[Sequence[int]] = None,
+            gate_cfg: Optional[Dict[str, Any]] = None,
+            with_cp: bool = False,
+            **kwargs,
+    ) -> None:
+        # mmseg checkpoints re-entrantly, which would cut the gates' logits off from their gradient: done here instead.
+        super().__init__(inplanes=inplanes, with_cp=False, **kwargs)
+        self.recompute = with_cp
+        self.gated_maps = check_maps(self.allowed_maps[-1] if gated_maps is None else gated_maps, self.allowed_maps)
+        self.gate_pool = nn.AdaptiveAvgPool2d(1)
+        self._masks: Dict[int, torch.Tensor] = {}
+        for index in self.gated_maps:
+            gate = ChannelGate(inplanes, getattr(self, f'conv{index}').out_channels, **(gate_cfg or {}))
+            self.add_module(f'gate{index}', gate)
+            getattr(self, f'conv{index + 1}').register_forward_pre_hook(partial(self._apply_mask, index))
+
+    @property
+    def gated_convs(self) -> GatedConvs:
+        gate = {index: getattr(self, f'gate{index}') for index in self.gated_maps}
+        num_convs = len(self.allowed_maps[-1]) + 1
+        return {f'conv{index}': (gate.get(index - 1), gate.get(index)) for index in range(1, num_convs + 1)}
+
+    def _apply_mask(self, index: int, conv: nn.Module, args: Tuple[torch.Tensor, ...]) -> Tuple[torch.Tensor, ...]:
+        return (apply_gate(args[0], self._masks[index]), *args[1:])
+
+    def _gated_forward(self, x: torch.Tensor) -> torch.Tensor:
+        pooled = self.gate_pool(x).flatten(1)
+        self._masks = {index: getattr(self, f'gate{index}')(pooled) for index in self.gated_maps}
+        try:
+            return super().forward(x)
+        finally:
+            self._masks = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recompute and x.requires_grad:
+            return checkpoint(self._gated_forward, x, use_reentrant=False)
+        return self._gated_forward(x)
+
+
+class GatedBasicBlock(_GatedBlock, BasicBlock):
+    """mmseg's BasicBlock with a gate over its inner map."""
+    allowed_maps = ((1,),)
+
+
+class GatedBottleneck(_GatedBlock, Bottleneck):
+    """mmseg's Bottleneck with gates over its two inner maps, or one of them."""
+    allowed_maps = ((1,), (2,), (1, 2))
+
+
+@MODELS.register_module()
+class GatedResNet(ResNet):
+    """mmseg's ResNet of gated blocks.
+
+    Args:
+        gated_maps: Inner maps of the blocks that are gated, counted from 1; all of them by default.
+        gate_cfg: Options of the gates: `hidden_channels`, `temperature`, `bias`.
+        **kwargs: As for mmseg's ResNet.
+    """
+
+    arch_settings = {
+        depth: (GatedBasicBlock if block is BasicBlock else GatedBottleneck, layers)
+        for depth, (block, layers) in ResNet.arch_settings.items()
+    }
+
+    def __init__(
+            self,
+            gated_maps: Optional[Sequence[int]] = None,
+            gate_cfg: Optional[Dict[str, Any]] = None,
+            **kwargs,
+    ) -> None:
+        unknown = sorted(set(gate_cfg or {}) - set(_GATE_OPTIONS))
+        if unknown:
+            raise ValueError(f'gates have the options {", ".join(_GATE_OPTIONS)}, got {", ".join(unknown)}.')
+        self._gate_args = dict(gated_maps=gated_maps, gate_cfg=gate_cfg)
+        # mmseg zero-initialises the last norm of its own two block classes only.
+        fresh = kwargs.get('pretrained') is None and kwargs.get('init_cfg') is None
+        self._zero_init = fresh and kwargs.get('zero_init_residual', True)
+        super().__init__(**kwargs)
+
+    def make_res_layer(self, **kwargs) -> nn.Module:
+        if self._zero_init:
+            last_norm = f'norm{len(kwargs["block"].allowed_maps[-1]) + 1}'
+            kwargs['init_cfg'] = dict(type='Constant', val=0, override=dict(name=last_norm))
+        return super().make_res_layer(**kwargs, **self._gate_args)
+
+    def _load_from_state_dict(
+            self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
+        mismatch = check_incoming(self, state_dict, prefix)
+        if mismatch:
+            raise ValueError(mismatch)  # mmengine would only warn of it
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+
+@MODELS.register_module()
+class GatedResNetV1c(GatedResNet):
+    """mmseg's ResNetV1c of gated blocks: a deep stem. Arguments as for `GatedResNet`."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(deep_stem=True, avg_down=False, **kwargs)
+
+
+@MODELS.register_module()
+class GatedResNetV1d(GatedResNet):
+    """mmseg's ResNetV1d of gated blocks: a deep stem, and pooled shortcuts. Arguments as for `GatedResNet`."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(deep_stem=True, avg_down=True, **kwargs)

@@ -1,0 +1,119 @@
+"""Hooks: schedules of the gate losses, and statistics of the gates
+
+Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
+"""
+import re
+from collections import defaultdict
+from typing import Any, Dict, List
+
+import torch
+import torch.nn as nn
+from mmengine.dist import all_reduce
+from mmengine.hooks import Hook
+from mmengine.model import is_model_wrapper
+from mmengine.runner import Runner
+from mmseg.registry import HOOKS
+
+from timm_gated import GateStatistics, gates
+from timm_gated.schedules import check_epochs, linear_anneal, linear_warmup
+
+__all__ = ['GateLossScheduleHook', 'GateStatisticsHook']
+
+_SCHEDULES = {'linear_anneal': linear_anneal, 'linear_warmup': linear_warmup}
+
+
+def _unwrap(model: nn.Module) -> Any:
+    return model.module if is_model_wrapper(model) else model
+
+
+@HOOKS.register_module()
+class GateLossScheduleHook(Hook):
+    """Schedules the weight of one gate loss. Without this hook a weight is fixed.
+
+    The weight is a function of the runner's progress alone, so it is exact after a resume.
+
+    Args:
+        loss_name: Of the gate loss.
+        schedule: 'linear_anneal', from the configured weight down to zero, or 'linear_warmup', from zero up to it.
+        begin: Iteration (or epoch) at which the change begins.
+        end: Iteration (or epoch) at which it ends.
+        by_epoch: Count epochs instead of iterations.
+    """
+
+    def __init__(self, loss_name: str, schedule: str, begin: float, end: float, by_epoch: bool = False) -> None:
+        if schedule not in _SCHEDULES:
+            raise ValueError(f'schedule must be one of {", ".join(_SCHEDULES)}, got {schedule!r}.')
+        check_epochs((begin, end), 'begin and end')
+        self.loss_name = loss_name
+        self.schedule = _SCHEDULES[schedule]
+        self.begin, self.end, self.by_epoch = begin, end, by_epoch
+        self._loss: Any = None
+        self._weight = 0.
+
+    def before_train(self, runner: Runner) -> None:
+        losses = {loss.loss_name: loss for loss in getattr(_unwrap(runner.model), 'gate_losses', ())}
+        if self.loss_name not in losses:
+            raise ValueError(
+                f"the model has no gate loss '{self.loss_name}' to schedule; it has: {', '.join(losses) or 'none'}.")
+        self._loss = losses[self.loss_name]
+        self._weight = self._loss.loss_weight
+
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
+        progress = runner.epoch if self.by_epoch else runner.iter
+        self._loss.loss_weight = self.schedule(progress, self._weight, self.begin, self.end)
+
+
+@HOOKS.register_module()
+class GateStatisticsHook(Hook):
+    """Logs, after every validation and test, how the gates behaved over the set.
+
+    That is their density, and the share of gates that are always on, conditional and always off, in all and by stage;
+    to the logger and to every visualisation backend.
+
+    Args:
+        threshold: Share of images above which a gate counts as always on or always off.
+    """
+
+    def __init__(self, threshold: float = 0.99) -> None:
+        if not 0.5 <= threshold < 1:
+            raise ValueError(f'threshold must be in [0.5, 1), got {threshold}.')
+        self.threshold = threshold
+        self._statistics = GateStatistics()
+
+    def before_val_epoch(self, runner: Runner) -> None:
+        if not gates(_unwrap(runner.model)):
+            raise ValueError('GateStatisticsHook needs a model with gates, and this one has none.')
+        self._statistics = GateStatistics()
+
+    def after_val_iter(
+            self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self._statistics.update(_unwrap(runner.model))
+
+    def after_val_epoch(self, runner: Runner, metrics: Any = None) -> None:
+        self._statistics.reduce(all_reduce)
+        scalars = self.scalars()
+        runner.visualizer.add_scalars(scalars, step=runner.iter)
+        runner.logger.info('Gates: ' + '  '.join(f'{name}: {value:.4f}' for name, value in scalars.items()))
+
+    before_test_epoch = before_val_epoch
+    after_test_iter = after_val_iter
+    after_test_epoch = after_val_epoch
+
+    def scalars(self) -> Dict[str, float]:
+        stages: Dict[str, List[torch.Tensor]] = defaultdict(list)
+        for name, share in self._statistics.open_share().items():
+            stage = re.search(r'layer\d+', name)
+            stages['gates'].append(share)
+            if stage:
+                stages[f'gates/{stage.group()}'].append(share)
+        scalars = {}
+        for stage_name, shares in stages.items():
+            share = torch.cat(shares)
+            on, off = ((v > self.threshold).double().mean().item() for v in (share, 1 - share))
+            scalars.update({
+                f'{stage_name}/density': share.mean().item(),
+                f'{stage_name}/always_on': on,
+                f'{stage_name}/conditional': 1 - on - off,
+                f'{stage_name}/always_off': off,
+            })
+        return scalars

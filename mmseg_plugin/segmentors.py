@@ -1,0 +1,71 @@
+"""Segmentors that add gate losses to their own, and tell what each image cost
+
+Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
+
+Gates are found by walking the modules, so any backbone with gates will do, stock `TIMMBackbone` included.
+"""
+from typing import Any, Dict, List, Sequence
+
+import torch
+import torch.nn as nn
+from mmseg.models.segmentors import CascadeEncoderDecoder, EncoderDecoder
+from mmseg.registry import MODELS
+
+from timm_gated import MacCounter, gates
+from timm_gated.objective import gate_density
+
+__all__ = ['GatedCascadeEncoderDecoder', 'GatedEncoderDecoder']
+
+
+class _GatedSegmentor(nn.Module):
+    """Mixin over mmseg's segmentors.
+
+    Args:
+        gate_losses: Configs of the gate losses (`mmseg_plugin.losses`).
+        count_macs: Count the MACs of each image in inference, for `MACsMetric`: they are put into the metainfo of its
+            data sample, as `macs` and `dense_macs`, decode heads included.
+        **kwargs: As for mmseg's segmentor.
+    """
+
+    def __init__(self, *args, gate_losses: Sequence[Dict[str, Any]] = (), count_macs: bool = True, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.count_macs = count_macs
+        self.gate_losses = nn.ModuleList(MODELS.build(cfg) for cfg in gate_losses)
+        names = [loss.loss_name for loss in self.gate_losses]
+        if len(set(names)) < len(names):
+            raise ValueError(f'gate_losses must differ in loss_name, got {names}.')
+        for loss in self.gate_losses:
+            loss.attach(self)  # type: ignore[operator]
+
+    def loss(self, inputs: torch.Tensor, data_samples: Any) -> Dict[str, torch.Tensor]:
+        """As mmseg's, with the weighted gate losses, their weights and the density of open gates."""
+        losses = super().loss(inputs, data_samples)  # type: ignore[misc]
+        with torch.autocast(inputs.device.type, enabled=False):
+            for loss in self.gate_losses:
+                losses[loss.loss_name] = loss(self)
+                # (a key without 'loss' in it: mmengine adds up all that have)
+                losses[f'weight_{loss.loss_name}'.replace('loss_', '')] = inputs.new_tensor(loss.loss_weight)
+        if gates(self):
+            losses.update(gate_density(self))
+        return losses
+
+    def predict(self, inputs: torch.Tensor, data_samples: Any = None) -> List[Any]:
+        """As mmseg's; each result knows its MACs."""
+        if not self.count_macs:
+            return super().predict(inputs, data_samples)  # type: ignore[misc]
+        with MacCounter(self) as counter:
+            results = super().predict(inputs, data_samples)  # type: ignore[misc]
+        macs = counter.macs()
+        for result, used in zip(results, macs.per_sample.tolist(), strict=True):
+            result.set_metainfo(dict(macs=used, dense_macs=macs.dense))
+        return results
+
+
+@MODELS.register_module()
+class GatedEncoderDecoder(_GatedSegmentor, EncoderDecoder):
+    """mmseg's EncoderDecoder with gate losses."""
+
+
+@MODELS.register_module()
+class GatedCascadeEncoderDecoder(_GatedSegmentor, CascadeEncoderDecoder):
+    """mmseg's CascadeEncoderDecoder with gate losses."""

@@ -1,0 +1,68 @@
+"""Convert a checkpoint between timm's gated ResNets and mmseg's gated backbones
+
+    python tools/convert_checkpoint.py --to mmseg gated_resnet50.pth backbone.pth
+    python tools/convert_checkpoint.py --to timm iter_150000.pth gated_resnet50.safetensors
+
+The result is a bare state dict: of a backbone, for `init_cfg=dict(type='Pretrained', checkpoint=…)`, or of a timm model
+without its classifier. Nothing but tensors is read from the source, and the target is written whole or not at all.
+"""
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import List, Optional
+
+import safetensors.torch
+import torch
+from timm.models import load_state_dict
+
+from mmseg_plugin.convert import mmseg_to_timm, timm_to_mmseg
+
+
+def convert(source: Path, target: Path, to: str, overwrite: bool = False) -> int:
+    """Convert a file; returns the number of tensors written.
+
+    Args:
+        source: Checkpoint, `.pth` or `.safetensors`, a bare state dict or nested under `state_dict`.
+        target: File to write, likewise.
+        to: 'mmseg' or 'timm'.
+        overwrite: Replace an existing target.
+    """
+    if not source.is_file():
+        raise ValueError(f'no checkpoint at {source}.')
+    if target.exists() and not overwrite:
+        raise ValueError(f'{target} exists: choose another target, or --overwrite.')
+    state_dict = load_state_dict(str(source), use_ema=False, device='cpu')
+    if not any('layer1.0.conv1' in key for key in state_dict):
+        raise ValueError(f'{source} holds no ResNet: no key has layer1.0.conv1 in it.')
+    out = timm_to_mmseg(state_dict) if to == 'mmseg' else mmseg_to_timm(state_dict)
+    partial = target.with_name(f'.{target.name}.partial')
+    try:
+        if target.suffix == '.safetensors':
+            safetensors.torch.save_file({k: v.contiguous() for k, v in out.items()}, partial)
+        else:
+            torch.save(out, partial)
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(out)
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('source', type=Path, help='checkpoint to convert (.pth, .pth.tar or .safetensors)')
+    parser.add_argument('target', type=Path, help='file to write (.pth or .safetensors)')
+    parser.add_argument('--to', choices=('mmseg', 'timm'), required=True, help='what the target is for')
+    parser.add_argument('--overwrite', action='store_true', help='replace an existing target')
+    args = parser.parse_args(argv)
+    try:
+        count = convert(args.source, args.target, args.to, args.overwrite)
+    except ValueError as error:
+        print(f'error: {error}', file=sys.stderr)
+        return 1
+    print(f'Wrote {count} tensors for {args.to} to {args.target}')
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
