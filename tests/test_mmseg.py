@@ -1,6 +1,7 @@
 """Gated backbones, losses, hooks, metric and converter of mmseg_plugin"""
 import copy
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -361,11 +362,29 @@ def test_cityscapes_schedule_is_the_papers(path):
     assert cfg.model.get('pretrained') is None
 
 
+def test_options_of_the_readme():
+    readme = (ROOT / 'configs' / 'mmseg' / 'README.md').read_text()
+    snippet = re.search(r'```python\n(.*?)```', readme, re.DOTALL).group(1)
+    options: dict = {}
+    exec(snippet, options)
+    path = 'configs/mmseg/pspnet/gated-pspnet_r50-d8_1xb6-150k_cityscapes-448x672.py'
+    assert path in (ROOT / 'README.md').read_text()
+    cfg = Config.fromfile(ROOT / path)
+    cfg.merge_from_dict(dict(model=options['model'], optim_wrapper=options['optim_wrapper']))
+    model = MODELS.build(cfg.model)
+    hooks = [HOOKS.build(hook) for hook in options['custom_hooks']]
+    assert all(METRICS.build(metric) for metric in options['val_evaluator'])
+    for hook in hooks[:2]:
+        hook.before_train(SimpleNamespace(model=model))
+    assert [loss.loss_name for loss in model.gate_losses] == ['loss_batch_shaping', 'loss_l0', 'loss_feature_shaping']
+    build_optim_wrapper(model, cfg.optim_wrapper)
+
+
 def test_camvid(tmp_path):
     for kind, suffix, values in (('images', 'jpg', (6, 8, 3)), ('annotations', 'png', (6, 8))):
         (tmp_path / kind / 'train').mkdir(parents=True)
         Image.fromarray(np.full(values, 5, dtype=np.uint8)).save(tmp_path / kind / 'train' / f'0001.{suffix}')
-    cfg = Config.fromfile(ROOT / 'configs' / 'mmseg' / 'pspnet' / 'gated-pspnet_r18-d8_1xb8-1k_camvid-160x208.py')
+    cfg = Config.fromfile(ROOT / 'configs' / 'mmseg' / 'pspnet' / 'gated-pspnet_r18-d8_1xb8-600_camvid-160x208.py')
     cfg = cfg.train_dataloader.dataset
     cfg.data_root = str(tmp_path)
     cfg.pipeline = [dict(type='LoadImageFromFile'), dict(type='LoadAnnotations'), dict(type='PackSegInputs')]

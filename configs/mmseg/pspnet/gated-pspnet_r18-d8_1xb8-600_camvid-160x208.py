@@ -1,6 +1,6 @@
 # Gated PSPNet-R18 from scratch on CamVid, for two CPU cores: batch shaping alone, lambda fixed at 0.2 (times the sum
 # over gates), as in the paper's Cityscapes experiment.
-_base_ = ['./pspnet_r18-d8_1xb8-1k_camvid-160x208.py']
+_base_ = ['./pspnet_r18-d8_1xb8-600_camvid-160x208.py']
 model = dict(
     backbone=dict(type='GatedResNetV1c'),
     gate_losses=[dict(type='BatchShapingLoss', loss_weight=0.2, reduction='sum')])
