@@ -3,10 +3,8 @@
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 """
 import re
-from collections import defaultdict
-from typing import Any, Dict, List
+from typing import Any, Dict
 
-import torch
 import torch.nn as nn
 from mmengine.dist import all_reduce
 from mmengine.hooks import Hook
@@ -16,6 +14,7 @@ from mmseg.registry import HOOKS
 
 from timm_gated import GateStatistics, gates
 from timm_gated.schedules import check_epochs, linear_anneal, linear_warmup
+from timm_gated.statistics import check_threshold
 
 __all__ = ['GateLossScheduleHook', 'GateStatisticsHook']
 
@@ -75,9 +74,7 @@ class GateStatisticsHook(Hook):
     """
 
     def __init__(self, threshold: float = 0.99) -> None:
-        if not 0.5 <= threshold < 1:
-            raise ValueError(f'threshold must be in [0.5, 1), got {threshold}.')
-        self.threshold = threshold
+        self.threshold = check_threshold(threshold)
         self._statistics = GateStatistics()
 
     def before_val_epoch(self, runner: Runner) -> None:
@@ -100,20 +97,12 @@ class GateStatisticsHook(Hook):
     after_test_epoch = after_val_epoch
 
     def scalars(self) -> Dict[str, float]:
-        stages: Dict[str, List[torch.Tensor]] = defaultdict(list)
-        for name, share in self._statistics.open_share().items():
-            stage = re.search(r'layer\d+', name)
-            stages['gates'].append(share)
-            if stage:
-                stages[f'gates/{stage.group()}'].append(share)
+        """Density and shares of gates, in all (`gates/…`) and by stage (`gates/layer1/…`)."""
+        found = (re.search(r'layer\d+\.', name) for name in self._statistics.open_share())
         scalars = {}
-        for stage_name, shares in stages.items():
-            share = torch.cat(shares)
-            on, off = ((v > self.threshold).double().mean().item() for v in (share, 1 - share))
-            scalars.update({
-                f'{stage_name}/density': share.mean().item(),
-                f'{stage_name}/always_on': on,
-                f'{stage_name}/conditional': 1 - on - off,
-                f'{stage_name}/always_off': off,
-            })
+        for stage in ('', *sorted({match.group() for match in found if match})):
+            counts = self._statistics.counts(self.threshold, within=stage)
+            prefix = f'gates/{stage.replace(".", "/")}'
+            scalars[f'{prefix}density'] = self._statistics.density(within=stage)
+            scalars.update({f'{prefix}{name}': count / sum(counts) for name, count in counts._asdict().items()})
         return scalars

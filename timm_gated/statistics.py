@@ -11,7 +11,14 @@ import torch.nn as nn
 
 from .gate import gates
 
-__all__ = ['GateCounts', 'GateStatistics']
+__all__ = ['GateCounts', 'GateStatistics', 'check_threshold']
+
+
+def check_threshold(threshold: float) -> float:
+    """Validate the share of inputs above which a gate counts as always on or always off, and return it."""
+    if not 0.5 <= threshold < 1:
+        raise ValueError(f'threshold must be in [0.5, 1), got {threshold}.')
+    return threshold
 
 
 class GateCounts(NamedTuple):
@@ -63,18 +70,25 @@ class GateStatistics:
             raise RuntimeError('no decisions counted yet: call update with a model that has gates, after its forward.')
         return {name: count.double() / self.num_samples for name, count in self._open.items()}
 
-    def density(self) -> float:
-        """Mean share of open gates."""
-        return torch.cat(list(self.open_share().values())).mean().item()
+    def _shares(self, within: str) -> torch.Tensor:
+        return torch.cat([share for name, share in self.open_share().items() if within in name])
 
-    def counts(self, threshold: float = 0.99) -> GateCounts:
+    def density(self, within: str = '') -> float:
+        """Mean share of open gates.
+
+        Args:
+            within: Take only gate modules with this in their name, such as a stage's.
+        """
+        return self._shares(within).mean().item()
+
+    def counts(self, threshold: float = 0.99, within: str = '') -> GateCounts:
         """Gates by what they do.
 
         Args:
             threshold: Share of inputs above which a gate counts as always on or always off.
+            within: Take only gate modules with this in their name, such as a stage's.
         """
-        if not 0.5 <= threshold < 1:
-            raise ValueError(f'threshold must be in [0.5, 1), got {threshold}.')
-        share = torch.cat(list(self.open_share().values()))
+        share = self._shares(within)
+        check_threshold(threshold)
         on, off = int((share > threshold).sum()), int((1 - share > threshold).sum())
         return GateCounts(on, share.numel() - on - off, off)
