@@ -20,7 +20,7 @@ clean: ## remove the environment, caches and build products; output/ and data/ s
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/.installed: setup.py pyproject.toml timm_gated/version.py
+.venv/.installed: setup.py pyproject.toml timm_gated/version.py $(wildcard timm_gated/csrc/*)
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install $(PIP_FLAGS) --upgrade pip
 	.venv/bin/python -m pip install $(PIP_FLAGS) -e '.[all]'

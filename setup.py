@@ -1,8 +1,14 @@
-"""Packaging of timm-gated. The version is read from timm_gated/version.py without importing the package."""
+"""Packaging of timm-gated, with its native kernels
+
+The version is read from timm_gated/version.py without importing the package. The kernels are plain C and optional: with
+no compiler the installation goes on without them.
+"""
 import re
+import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 
@@ -19,6 +25,36 @@ def read_readme() -> str:
     path = ROOT / 'README.md'
     return path.read_text(encoding='utf-8') if path.exists() else ''
 
+
+class BuildKernels(build_ext):
+    """Builds the kernels with OpenMP, else without, else says what is lost. Never for one machine's instructions only:
+    the kernels choose theirs when they run."""
+
+    def build_extension(self, ext: Extension) -> None:
+        if self.compiler.compiler_type == 'msvc':
+            return self._go_without("they are written for GCC and Clang, not for Microsoft's compiler")
+        flags = ['-std=gnu11', '-O3', '-fno-math-errno', '-fvisibility=hidden']
+        for openmp in (['-fopenmp'], []):
+            ext.extra_compile_args, ext.extra_link_args = flags + openmp, openmp
+            try:
+                return super().build_extension(ext)
+            except Exception as error:  # each compiler has its own
+                reason = error
+        return self._go_without(str(reason))
+
+    def _go_without(self, reason: str) -> None:
+        print(
+            f'WARNING: the native kernels of timm-gated were not built ({reason}). All works but '
+            f"accelerate(backend='native'): accelerate will use torch, which is slower.", file=sys.stderr)
+
+
+SOURCES = ROOT / 'timm_gated' / 'csrc'
+KERNELS = Extension(
+    'timm_gated._native',
+    sources=sorted(str(path.relative_to(ROOT)) for path in SOURCES.glob('*.c')),
+    depends=sorted(str(path.relative_to(ROOT)) for path in SOURCES.glob('*.[hi]*')),
+    optional=True,
+)
 
 INSTALL_REQUIRES = [
     'torch>=2.7,!=2.13.*',  # no torchvision matches the CPU build of 2.13
@@ -66,6 +102,8 @@ setup(
     license='Apache-2.0',
     license_files=['LICENSE'],
     packages=find_packages(include=['timm_gated', 'timm_gated.*', 'mmseg_plugin', 'mmseg_plugin.*']),
+    ext_modules=[KERNELS],
+    cmdclass={'build_ext': BuildKernels},
     python_requires='>=3.10',
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS,

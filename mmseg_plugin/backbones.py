@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from timm_gated.blocks import GatedConvs, check_maps
 from timm_gated.gate import ChannelGate, apply_gate
 from timm_gated.gated_net import check_incoming
+from timm_gated.inference.program import Trunk, trunk
 
 __all__ = ['GatedResNet', 'GatedResNetV1c', 'GatedResNetV1d']
 
@@ -150,3 +151,11 @@ class GatedResNetV1d(GatedResNet):
 
     def __init__(self, **kwargs) -> None:
         super().__init__(deep_stem=True, avg_down=True, **kwargs)
+
+
+@trunk.register
+def _(model: ResNet) -> Trunk:
+    """What `timm_gated.accelerate` takes of mmseg's ResNets, gated or dense."""
+    stem = [model.stem] if model.deep_stem else [model.conv1, model.norm1, model.relu]
+    stages = [(getattr(model, name), index in model.out_indices) for index, name in enumerate(model.res_layers)]
+    return Trunk([*((module, False) for module in (*stem, model.maxpool)), *stages], tuple)

@@ -11,6 +11,7 @@ from .cifar_resnet import CifarResNet, GatedCifarResNet
 from .gate import ChannelGate, force_gates, gates
 from .gated_net import checkpoint_filter_fn
 from .gated_resnet import GatedResNet
+from .inference import accelerate, instruction_sets
 from .losses import BatchShapingLoss, L0Loss, batch_shaping_loss, l0_loss
 from .macs import MacCounter, Macs, count_macs
 from .objective import GateLosses, objectives, shape_features
@@ -41,6 +42,7 @@ __all__ = [
     'RelaxedBernoulli',
     'Uniform',
     '__version__',
+    'accelerate',
     'batch_shaping_loss',
     'beta_cdf',
     'checkpoint_filter_fn',
@@ -49,6 +51,7 @@ __all__ = [
     'extend_timm_tasks',
     'force_gates',
     'gates',
+    'instruction_sets',
     'l0_loss',
     'linear_anneal',
     'linear_warmup',

@@ -1,0 +1,40 @@
+/* Aligned memory, in large pages where that can be had: transformed weights are read once an image, page after page. */
+#if defined(__linux__)
+#define _GNU_SOURCE
+#include <sys/mman.h>
+#endif
+#include <stdlib.h>
+#include <string.h>
+
+#include "network.h"
+
+#define LARGE_PAGE ((size_t)2 << 20)
+
+void *allocate(size_t bytes) {
+    size_t alignment = bytes >= 2 * LARGE_PAGE ? LARGE_PAGE : 64;
+    size_t size = (bytes + alignment) / alignment * alignment;
+    void *memory = NULL;
+    if (size < bytes)
+        return NULL;
+#if defined(_WIN32)
+    memory = _aligned_malloc(size, alignment);
+#else
+    if (posix_memalign(&memory, alignment, size))
+        return NULL;
+#endif
+    if (!memory)
+        return NULL;
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    if (alignment == LARGE_PAGE)
+        madvise(memory, size, MADV_HUGEPAGE);
+#endif
+    return memset(memory, 0, size);
+}
+
+void release(void *memory) {
+#if defined(_WIN32)
+    _aligned_free(memory);
+#else
+    free(memory);
+#endif
+}

@@ -1,0 +1,238 @@
+/* Building a network, operation by operation, and checking each. */
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "network.h"
+
+#define MAX_SIZE (1 << 20)  /* of channels, kernels, …: keeps all products of sizes within 64 bits */
+
+static _Thread_local char message[256];
+
+API const char *tg_error(void) { return message; }
+
+int fail(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(message, sizeof message, format, arguments);
+    va_end(arguments);
+    return -1;
+}
+
+static const kernels_t *const all_kernels[] = {
+#if defined(__x86_64__)
+    &kernels_avx512, &kernels_avx2,
+#endif
+    &kernels_portable,
+};
+enum { NUM_KERNELS = sizeof all_kernels / sizeof *all_kernels };
+
+static int runs_here(const kernels_t *kernels) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (kernels == &kernels_avx512)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")
+            && __builtin_cpu_supports("avx512vl");
+    if (kernels == &kernels_avx2)
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+    return kernels == &kernels_portable;
+}
+
+/* Name of the i-th instruction set that runs here, best first; NULL after the last. */
+API const char *tg_isa(int index) {
+    for (int i = 0; i < NUM_KERNELS; i++)
+        if (runs_here(all_kernels[i]) && index-- == 0)
+            return all_kernels[i]->name;
+    return NULL;
+}
+
+API void tg_network_free(network_t *network) {
+    if (!network)
+        return;
+    for (int i = 0; i < network->num_ops; i++) {
+        op_t *op = &network->ops[i];
+        float *owned[] = {op->weight, op->bias, op->weight2, op->bias2, op->transformed[0], op->transformed[1]};
+        for (size_t k = 0; k < sizeof owned / sizeof *owned; k++)
+            release(owned[k]);
+    }
+    free(network->ops);
+    free(network->gate_sizes);
+    free(network);
+}
+
+API network_t *tg_network_new(const char *isa, int in_channels, int num_buffers, int num_gates) {
+    if (in_channels < 1 || in_channels > MAX_SIZE || num_buffers < 1 || num_buffers > MAX_SIZE || num_gates < 0
+            || num_gates > MAX_SIZE) {
+        fail("a network of %d channels, %d buffers and %d gates", in_channels, num_buffers, num_gates);
+        return NULL;
+    }
+    const kernels_t *kernels = NULL;
+    for (int i = 0; i < NUM_KERNELS; i++)
+        if (!strcmp(all_kernels[i]->name, isa) && runs_here(all_kernels[i]))
+            kernels = all_kernels[i];
+    if (!kernels) {
+        fail("no instruction set '%s' here", isa);
+        return NULL;
+    }
+    network_t *network = calloc(1, sizeof *network);
+    if (network)
+        network->gate_sizes = calloc((size_t)num_gates + 1, sizeof *network->gate_sizes);
+    if (!network || !network->gate_sizes) {
+        free(network);
+        fail("out of memory");
+        return NULL;
+    }
+    network->kernels = kernels;
+    network->in_channels = in_channels;
+    network->num_buffers = num_buffers;
+    network->num_gates = num_gates;
+    return network;
+}
+
+static op_t *add(network_t *network, kind_t kind, int in, int out) {
+    if (in < 0 || in >= network->num_buffers || (kind != GATE && kind != OUTPUT
+            && (out < 1 || out >= network->num_buffers || in == out))) {
+        fail("an operation from buffer %d to %d of %d", in, out, network->num_buffers);
+        return NULL;
+    }
+    if (network->num_ops == network->capacity) {
+        int capacity = 2 * network->capacity + 16;
+        op_t *ops = realloc(network->ops, (size_t)capacity * sizeof *ops);
+        if (!ops) {
+            fail("out of memory");
+            return NULL;
+        }
+        network->ops = ops;
+        network->capacity = capacity;
+    }
+    op_t *op = &network->ops[network->num_ops];
+    *op = (op_t){.kind = kind, .in = in, .out = out, .residual = -1, .gate_in = -1, .gate_out = -1};
+    return op;
+}
+
+static float *copy(const float *values, ptrdiff_t count) {
+    float *own = allocate((size_t)count * sizeof *own);
+    if (own)
+        memcpy(own, values, (size_t)count * sizeof *own);
+    return own;
+}
+
+static int out_of_range(int value, int low) { return value < low || value > MAX_SIZE; }
+
+/* A convolution, its batch norm folded; weight is [c_out][c_in][kernel][kernel]. */
+API int tg_add_conv(
+        network_t *network, int in, int out, int residual, int gate_in, int gate_out, int c_in, int c_out, int kernel,
+        int stride, int dilation, int padding, int relu, const float *weight, const float *bias) {
+    if (out_of_range(c_in, 1) || out_of_range(c_out, 1) || kernel < 1 || kernel > 64 || stride < 1 || stride > 64
+            || out_of_range(dilation, 1) || out_of_range(padding, 0) || !weight || !bias)
+        return fail("a convolution of %d to %d channels, kernel %d, stride %d, dilation %d, padding %d",
+                    c_in, c_out, kernel, stride, dilation, padding);
+    if (residual < -1 || residual >= network->num_buffers || residual == out)
+        return fail("a convolution into buffer %d that adds buffer %d", out, residual);
+    int gates[] = {gate_in, gate_out}, sizes[] = {c_in, c_out};
+    for (int i = 0; i < 2; i++)
+        if (gates[i] < -1 || gates[i] >= network->num_gates
+                || (gates[i] >= 0 && network->gate_sizes[gates[i]] != sizes[i]))
+            return fail("a convolution of %d to %d channels under the gates %d and %d", c_in, c_out, gate_in, gate_out);
+    op_t *op = add(network, CONV, in, out);
+    if (!op)
+        return -1;
+    op->residual = residual;
+    op->gate_in = gate_in;
+    op->gate_out = gate_out;
+    op->c_in = c_in;
+    op->c_out = c_out;
+    op->kernel = kernel;
+    op->stride = stride;
+    op->dilation = dilation;
+    op->padding = padding;
+    op->relu = relu;
+    int taps = kernel * kernel;
+    packing_t to = packing(op, taps);
+    op->weight = allocate((size_t)to.point * sizeof *op->weight);
+    op->bias = copy(bias, c_out);
+    network->num_ops++;
+    if (!op->weight || !op->bias)
+        return fail("out of memory");
+    for (int k = 0; k < c_out; k++)
+        for (int c = 0; c < c_in; c++)
+            for (int t = 0; t < taps; t++)
+                op->weight[row_offset(&to, k) + c * to.column + t * to.tap] = *weight++;
+    return 0;
+}
+
+/* A gate: pooling, two layers, the first with its batch norm folded; weights are [hidden][c_in], [size][hidden]. */
+API int tg_add_gate(
+        network_t *network, int in, int gate, int c_in, int hidden, int size, const float *weight, const float *bias,
+        const float *weight2, const float *bias2) {
+    if (gate < 0 || gate >= network->num_gates || network->gate_sizes[gate])
+        return fail("gate %d of %d, or twice", gate, network->num_gates);
+    if (out_of_range(c_in, 1) || out_of_range(hidden, 1) || out_of_range(size, 1) || !weight || !bias || !weight2
+            || !bias2)
+        return fail("a gate of %d, %d and %d channels", c_in, hidden, size);
+    op_t *op = add(network, GATE, in, -1);
+    if (!op)
+        return -1;
+    op->gate_out = gate;
+    op->c_in = c_in;
+    op->c_out = size;
+    op->hidden = hidden;
+    op->weight = allocate((size_t)c_in * hidden * sizeof *op->weight);
+    op->weight2 = allocate((size_t)hidden * size * sizeof *op->weight2);
+    op->bias = copy(bias, hidden);
+    op->bias2 = copy(bias2, size);
+    network->num_ops++;
+    if (!op->weight || !op->weight2 || !op->bias || !op->bias2)
+        return fail("out of memory");
+    for (int h = 0; h < hidden; h++)
+        for (int c = 0; c < c_in; c++)
+            op->weight[(ptrdiff_t)c * hidden + h] = *weight++;
+    for (int k = 0; k < size; k++)
+        for (int h = 0; h < hidden; h++)
+            op->weight2[(ptrdiff_t)h * size + k] = *weight2++;
+    network->gate_sizes[gate] = size;
+    return 0;
+}
+
+/* Max pooling, or average pooling without counting its padding. */
+API int tg_add_pool(network_t *network, int average, int in, int out, int kernel, int stride, int padding, int ceil_mode) {
+    if (kernel < 1 || kernel > 64 || stride < 1 || stride > 64 || padding < 0 || 2 * padding > kernel)
+        return fail("a pooling of kernel %d, stride %d, padding %d", kernel, stride, padding);
+    op_t *op = add(network, average ? AVG_POOL : MAX_POOL, in, out);
+    if (!op)
+        return -1;
+    op->kernel = kernel;
+    op->stride = stride;
+    op->padding = padding;
+    op->dilation = 1;
+    op->ceil_mode = ceil_mode;
+    network->num_ops++;
+    return 0;
+}
+
+/* Every stride-th pixel, and channels of zeros before and after. */
+API int tg_add_subsample(network_t *network, int in, int out, int stride, int before, int after) {
+    if (stride < 1 || stride > 64 || out_of_range(before, 0) || out_of_range(after, 0))
+        return fail("a subsampling by %d with %d channels before and %d after", stride, before, after);
+    op_t *op = add(network, SUBSAMPLE, in, out);
+    if (!op)
+        return -1;
+    op->kernel = op->dilation = 1;
+    op->stride = stride;
+    op->before = before;
+    op->after = after;
+    network->num_ops++;
+    return 0;
+}
+
+/* Hand a buffer out. */
+API int tg_add_output(network_t *network, int in) {
+    if (!add(network, OUTPUT, in, -1))
+        return -1;
+    network->num_ops++;
+    return 0;
+}
+
+API size_t tg_transformed_bytes(const network_t *network) { return network->transformed_bytes; }

@@ -1,0 +1,355 @@
+/* Planning: the shapes of all maps for one size of images, an algorithm for each convolution, and the memory it takes. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "network.h"
+
+#define MAX_PIXELS ((ptrdiff_t)1 << 28)  /* of a map */
+/* Floats of maps that a step works on at a time, to stay in a core's second-level cache. */
+#define CACHED_FLOATS (1 << 16)
+/* The same for transformed maps, all channels counted: more, as larger blocks read the weights less often. */
+#define WINOGRAD_FLOATS (1 << 19)
+
+static int max(int a, int b) { return a > b ? a : b; }
+static int min(int a, int b) { return a < b ? a : b; }
+static ptrdiff_t round_up(ptrdiff_t value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+static int divide_up(int value, int divisor) { return (value + divisor - 1) / divisor; }
+
+/* Floats from one plane to the next, so that whole vectors fit and planes do not share the sets of a cache. */
+static ptrdiff_t plane_floats(ptrdiff_t pixels) {
+    ptrdiff_t floats = round_up(pixels, MAX_LANES);
+    return floats % 1024 ? floats : floats + MAX_LANES;
+}
+
+static int out_size(int size, const op_t *op) {
+    int span = size + 2 * op->padding - op->dilation * (op->kernel - 1) - 1;
+    if (span < 0)
+        return 0;
+    int out = (op->ceil_mode ? divide_up(span, op->stride) : span / op->stride) + 1;
+    /* As in torch, the last window begins within the map or its left padding. */
+    return op->ceil_mode && (out - 1) * op->stride >= size + op->padding ? out - 1 : out;
+}
+
+static void tile(const kernels_t *kernels, int size, const shape_t *map, tiling_t *tiling) {
+    int per_row = divide_up(map->width, kernels->piece_pixels), rows = divide_up(map->height, size);
+    tiling->size = size;
+    tiling->points = (size + 2) * (size + 2);
+    tiling->width = map->width;
+    tiling->pitch = per_row * kernels->piece_pixels + 4;  /* the input of a tile reaches into its neighbours */
+    tiling->pieces_per_vector = size * kernels->lanes / kernels->piece_pixels;
+    tiling->vectors = (int)(round_up((ptrdiff_t)per_row * rows, tiling->pieces_per_vector) / tiling->pieces_per_vector);
+}
+
+static piece_t *cut(const kernels_t *kernels, const tiling_t *tiling, const shape_t *map) {
+    int count = tiling->vectors * tiling->pieces_per_vector;
+    piece_t *pieces = calloc((size_t)count, sizeof *pieces);
+    if (!pieces)
+        return NULL;
+    int i = 0;
+    for (int y = 0; y < map->height; y += tiling->size)
+        for (int x = 0; x < map->width; x += kernels->piece_pixels)
+            pieces[i++] = (piece_t){
+                .in = y * tiling->pitch + x,
+                .out = y * map->width + x,
+                .rows = min(tiling->size, map->height - y),
+                .columns = min(kernels->piece_pixels, map->width - x),
+            };
+    for (; i < count; i++)
+        pieces[i].in = pieces[0].in;
+    return pieces;
+}
+
+/* Weights in Winograd's domain: G w G^T for each filter. */
+static int transform_weights(network_t *network, op_t *op, int size) {
+    static const double g4[6][3] = {
+        {1. / 4, 0, 0}, {-1. / 6, -1. / 6, -1. / 6}, {-1. / 6, 1. / 6, -1. / 6},
+        {1. / 24, 1. / 12, 1. / 6}, {1. / 24, -1. / 12, 1. / 6}, {0, 0, 1}};
+    static const double g2[4][3] = {{1, 0, 0}, {.5, .5, .5}, {.5, -.5, .5}, {0, 0, 1}};
+    const double (*g)[3] = size == 4 ? g4 : g2;
+    float **out = &op->transformed[size == 2];
+    if (*out)
+        return 0;
+    int side = size + 2;
+    packing_t from = packing(op, 9), to = packing(op, 1);
+    size_t bytes = (size_t)(side * side * to.point) * sizeof **out;
+    *out = allocate(bytes);
+    if (!*out)
+        return fail("out of memory: %zu bytes for the weights of a convolution in Winograd's domain", bytes);
+    network->transformed_bytes += bytes;
+    for (int k = 0; k < op->c_out; k++)
+        for (int c = 0; c < op->c_in; c++) {
+            const float *w = op->weight + row_offset(&from, k) + c * from.column;
+            double half[6][3];
+            for (int i = 0; i < side; i++)
+                for (int x = 0; x < 3; x++)
+                    half[i][x] = g[i][0] * w[x * from.tap] + g[i][1] * w[(3 + x) * from.tap]
+                        + g[i][2] * w[(6 + x) * from.tap];
+            float *u = *out + row_offset(&to, k) + c * to.column;
+            for (int i = 0; i < side; i++)
+                for (int j = 0; j < side; j++)
+                    u[(i * side + j) * to.point] =
+                        (float)(g[j][0] * half[i][0] + g[j][1] * half[i][1] + g[j][2] * half[i][2]);
+        }
+    return 0;
+}
+
+static int plan_direct(plan_t *plan, const op_t *op, step_t *step) {
+    int stride = op->stride, reach = (op->kernel - 1) * op->dilation / stride;
+    step->pitch = step->out.width + reach;
+    step->phase_rows = step->out.height + reach;
+    /* (the last vectors of the last tap read beyond the last row) */
+    step->phase_plane = plane_floats((ptrdiff_t)step->phase_rows * step->pitch + reach + 4 * MAX_LANES);
+    step->tap_offsets = malloc((size_t)op->kernel * op->kernel * sizeof *step->tap_offsets);
+    if (!step->tap_offsets)
+        return fail("out of memory");
+    for (int y = 0; y < op->kernel; y++)
+        for (int x = 0; x < op->kernel; x++) {
+            int v = y * op->dilation, u = x * op->dilation;
+            step->tap_offsets[y * op->kernel + x] = (v % stride * stride + u % stride) * step->phase_plane
+                + (ptrdiff_t)(v / stride) * step->pitch + u / stride;
+        }
+    int chunk = min(max(CACHED_FLOATS / op->c_in, 256), 2048);
+    step->chunk_rows = max(1, min(step->out.height, chunk / step->pitch));
+    ptrdiff_t scratch = op->c_in * stride * stride * step->phase_plane;
+    ptrdiff_t sums = plan->network->kernels->row_block
+        * round_up((ptrdiff_t)step->chunk_rows * step->pitch, MAX_LANES);
+    plan->scratch_floats = scratch > plan->scratch_floats ? scratch : plan->scratch_floats;
+    plan->plane_floats = sums > plan->plane_floats ? sums : plan->plane_floats;
+    return 0;
+}
+
+static int plan_winograd(plan_t *plan, op_t *op, step_t *step, int size) {
+    const kernels_t *kernels = plan->network->kernels;
+    tiling_t *tiling = &step->tiling;
+    tile(kernels, size, &step->out, tiling);
+    step->pieces = cut(kernels, tiling, &step->out);
+    if (!step->pieces)
+        return fail("out of memory");
+    tiling->pieces = step->pieces;
+    int vector = tiling->points * kernels->lanes * (op->c_in + op->c_out);
+    step->block = even_part(tiling->vectors, max(1, WINOGRAD_FLOATS / vector));
+    ptrdiff_t floats = (ptrdiff_t)step->block * kernels->lanes;
+    step->v_point = plane_floats(op->c_in * floats) + MAX_LANES;
+    step->m_point = plane_floats(op->c_out * floats) + MAX_LANES;
+    ptrdiff_t scratch = tiling->points * (step->v_point + step->m_point);
+    ptrdiff_t padded = (round_up(step->out.height, size) + 2) * (ptrdiff_t)tiling->pitch + MAX_LANES;
+    plan->scratch_floats = scratch > plan->scratch_floats ? scratch : plan->scratch_floats;
+    plan->plane_floats = padded > plan->plane_floats ? padded : plan->plane_floats;
+    return transform_weights(plan->network, op, size);
+}
+
+/* The algorithm that takes least, counted in multiplications by a weight: of what is computed, waste included, and for
+ * fetching the weight itself. Returns a tile size, or 0 for direct convolution. */
+static int best_tile_size(const kernels_t *kernels, const op_t *op, const shape_t *out) {
+    if (op->kernel != 3 || op->stride != 1 || op->dilation != 1 || op->padding != 1)
+        return 0;
+    const double fetch = 20, transforms = 1.25;
+    double least = 9 * (round_up((ptrdiff_t)(out->width + 2) * out->height, kernels->lanes) + fetch);
+    int best = 0;
+    for (int size = 4; size >= 2; size -= 2) {
+        tiling_t tiling;
+        tile(kernels, size, out, &tiling);
+        double cost = tiling.points * (transforms * tiling.vectors * kernels->lanes + fetch);
+        if (cost < least) {
+            least = cost;
+            best = size;
+        }
+    }
+    return best;
+}
+
+static int plan_conv(plan_t *plan, op_t *op, step_t *step) {
+    if (op->kernel == 1 && op->stride == 1 && op->padding == 0) {
+        step->algorithm = POINTWISE;
+        return 0;
+    }
+    int size = best_tile_size(plan->network->kernels, op, &step->out);
+    step->algorithm = size ? WINOGRAD : DIRECT;
+    return size ? plan_winograd(plan, op, step, size) : plan_direct(plan, op, step);
+}
+
+API void tg_plan_free(plan_t *plan) {
+    if (!plan)
+        return;
+    for (int i = 0; plan->steps && i < plan->network->num_ops; i++) {
+        free(plan->steps[i].tap_offsets);
+        free(plan->steps[i].pieces);
+    }
+    free(plan->steps);
+    free(plan->buffer_floats);
+    free(plan);
+}
+
+/* Shapes, and the gate that a map was made under, while the operations are walked through. */
+typedef struct {
+    shape_t *shapes;
+    int *gates;
+} walk_t;
+
+static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
+    const shape_t *in = &walk->shapes[op->in];
+    if (!in->channels)
+        return fail("buffer %d is read before it is written", op->in);
+    if (walk->gates[op->in] != (op->kind == CONV ? op->gate_in : -1))
+        return fail("buffer %d is read under gate %d, but holds what gate %d left open",
+                    op->in, op->gate_in, walk->gates[op->in]);
+    if ((op->kind == CONV || op->kind == GATE) && op->c_in != in->channels)
+        return fail("an operation for %d channels on a map of %d", op->c_in, in->channels);
+    step->in = step->out = *in;
+    plan->max_hidden = max(plan->max_hidden, op->hidden);
+    plan->max_channels = max(plan->max_channels, op->c_out);
+    if (op->kind == GATE || op->kind == OUTPUT)
+        return 0;
+
+    shape_t *out = &step->out;
+    out->height = out_size(in->height, op);
+    out->width = out_size(in->width, op);
+    if (out->height < 1 || out->width < 1)
+        return fail("images of %d x %d are too small: a map of %d x %d is left for a kernel of %d",
+                    plan->height, plan->width, in->height, in->width, op->kernel);
+    out->channels = op->kind == CONV ? op->c_out : in->channels + op->before + op->after;
+    plan->max_channels = max(plan->max_channels, out->channels);
+    ptrdiff_t pixels = (ptrdiff_t)out->height * out->width;
+    if (pixels > MAX_PIXELS / out->channels)
+        return fail("images of %d x %d are too large", plan->height, plan->width);
+    out->plane = plane_floats(pixels);
+    if (op->residual >= 0) {
+        const shape_t *residual = &walk->shapes[op->residual];
+        if (residual->channels != out->channels || residual->height != out->height || residual->width != out->width
+                || walk->gates[op->residual] != -1 || op->gate_out != -1)
+            return fail("a shortcut of %d x %d x %d onto a map of %d x %d x %d", residual->channels, residual->height,
+                        residual->width, out->channels, out->height, out->width);
+    }
+    walk->shapes[op->out] = *out;
+    walk->gates[op->out] = op->kind == CONV ? op->gate_out : -1;
+    ptrdiff_t floats = out->channels * out->plane;
+    if (floats > plan->buffer_floats[op->out])
+        plan->buffer_floats[op->out] = floats;
+    if (in->width > plan->plane_floats)  /* a row, for pooling */
+        plan->plane_floats = in->width;
+    return op->kind == CONV ? plan_conv(plan, op, step) : 0;
+}
+
+/* A plan for images of one size; not safe to call from two threads for one network. */
+API plan_t *tg_plan_new(network_t *network, int height, int width) {
+    if (height < 1 || width < 1 || height > MAX_PIXELS / width / network->in_channels) {
+        fail("images of %d x %d", height, width);
+        return NULL;
+    }
+    plan_t *plan = calloc(1, sizeof *plan);
+    walk_t walk = {
+        calloc((size_t)network->num_buffers, sizeof *walk.shapes), calloc((size_t)network->num_buffers, sizeof *walk.gates)};
+    int failed = 1;
+    if (plan && walk.shapes && walk.gates) {
+        plan->network = network;
+        plan->height = height;
+        plan->width = width;
+        plan->steps = calloc((size_t)network->num_ops + 1, sizeof *plan->steps);
+        plan->buffer_floats = calloc((size_t)network->num_buffers, sizeof *plan->buffer_floats);
+        failed = !plan->steps || !plan->buffer_floats;
+    }
+    if (failed) {
+        fail("out of memory");
+    } else {
+        ptrdiff_t plane = plane_floats((ptrdiff_t)height * width);
+        walk.shapes[0] = (shape_t){network->in_channels, height, width, plane};
+        plan->buffer_floats[0] = network->in_channels * plane;
+        plan->max_channels = network->in_channels;
+        for (int i = 0; i < network->num_buffers; i++)
+            walk.gates[i] = -1;
+        for (int i = 0; i < network->num_ops && !failed; i++)
+            failed = plan_step(plan, &walk, &network->ops[i], &plan->steps[i]) != 0;
+    }
+    free(walk.shapes);
+    free(walk.gates);
+    if (!failed)
+        return plan;
+    tg_plan_free(plan);
+    return NULL;
+}
+
+/* Channels, height and width of the index-th output; 0 if there is none. */
+API int tg_plan_output(const plan_t *plan, int index, int size[3]) {
+    for (int i = 0; i < plan->network->num_ops; i++)
+        if (plan->network->ops[i].kind == OUTPUT && index-- == 0) {
+            const shape_t *shape = &plan->steps[i].in;
+            size[0] = shape->channels;
+            size[1] = shape->height;
+            size[2] = shape->width;
+            return 1;
+        }
+    return 0;
+}
+
+API void tg_workspace_free(workspace_t *workspace) {
+    if (!workspace)
+        return;
+    release(workspace->memory);
+    free(workspace);
+}
+
+/* Take the next part of a block of memory, or only count it while there is none yet. */
+static void *take(char *memory, size_t *used, size_t bytes) {
+    void *part = memory ? memory + *used : NULL;
+    *used += (bytes + 63) / 64 * 64;
+    return part;
+}
+
+static size_t lay_out(workspace_t *workspace, char *memory) {
+    const plan_t *plan = workspace->plan;
+    const network_t *network = plan->network;
+    size_t used = 0, channels = (size_t)plan->max_channels;
+    sample_t *samples = take(memory, &used, workspace->num_samples * sizeof *samples);
+    thread_t *threads = take(memory, &used, workspace->num_threads * sizeof *threads);
+    for (int s = 0; s < workspace->num_samples; s++) {
+        sample_t sample;
+        sample.buffers = take(memory, &used, network->num_buffers * sizeof *sample.buffers);
+        sample.open = take(memory, &used, (network->num_gates + 1) * sizeof *sample.open);
+        sample.num_open = take(memory, &used, (network->num_gates + 1) * sizeof *sample.num_open);
+        sample.pooled = take(memory, &used, channels * sizeof *sample.pooled);
+        sample.scratch = take(memory, &used, (size_t)plan->scratch_floats * sizeof *sample.scratch);
+        for (int i = 0; i < network->num_buffers; i++) {
+            float *buffer = take(memory, &used, (size_t)plan->buffer_floats[i] * sizeof *buffer);
+            if (memory)
+                sample.buffers[i] = buffer;
+        }
+        for (int i = 0; i < network->num_gates; i++) {
+            int32_t *open = take(memory, &used, (size_t)network->gate_sizes[i] * sizeof *open);
+            if (memory)
+                sample.open[i] = open;
+        }
+        if (memory)
+            samples[s] = sample;
+    }
+    for (int t = 0; t < workspace->num_threads; t++) {
+        thread_t thread;
+        thread.plane = take(memory, &used, (size_t)plan->plane_floats * sizeof *thread.plane);
+        thread.bias = take(memory, &used, channels * sizeof *thread.bias);
+        thread.logits = take(memory, &used, (channels + (size_t)plan->max_hidden) * sizeof *thread.logits);
+        thread.rows = take(memory, &used, channels * sizeof *thread.rows);
+        thread.columns = take(memory, &used, channels * sizeof *thread.columns);
+        if (memory)
+            threads[t] = thread;
+    }
+    workspace->samples = samples;
+    workspace->threads = threads;
+    return used;
+}
+
+/* Memory for a plan: for so many samples at a time, and so many threads. Not for two calls at once. */
+API workspace_t *tg_workspace_new(const plan_t *plan, int num_samples, int num_threads) {
+    workspace_t *workspace = num_samples > 0 && num_threads > 0 ? calloc(1, sizeof *workspace) : NULL;
+    if (workspace) {
+        workspace->plan = plan;
+        workspace->num_samples = num_samples;
+        workspace->num_threads = num_threads;
+        workspace->memory = allocate(lay_out(workspace, NULL));
+        if (workspace->memory) {
+            lay_out(workspace, workspace->memory);
+            return workspace;
+        }
+    }
+    free(workspace);
+    fail("out of memory for %d samples on %d threads", num_samples, num_threads);
+    return NULL;
+}

@@ -1,0 +1,408 @@
+/* Running a plan. The threads of a sample split each operation and meet after it; a batch is split by samples first. */
+#include <string.h>
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include "network.h"
+
+typedef struct {
+    const plan_t *plan;
+    sample_t *sample;
+    thread_t *own;
+    int thread, threads;  /* of those that share the sample */
+} context_t;
+
+typedef struct {
+    int begin, end;
+} range_t;
+
+/* This thread's part of a count. */
+static range_t part(const context_t *context, int count) {
+    int64_t n = count;
+    return (range_t){(int)(n * context->thread / context->threads), (int)(n * (context->thread + 1) / context->threads)};
+}
+
+static void meet(const context_t *context) {
+    if (context->threads > 1) {
+#if defined(_OPENMP)
+        #pragma omp barrier
+#endif
+    }
+}
+
+static int divide_up(int value, int divisor) { return (value + divisor - 1) / divisor; }
+
+/* A convolution for one sample: its product, and where its maps are. */
+typedef struct {
+    const op_t *op;
+    const step_t *step;
+    int n_in, n_out;
+    float *in, *out;
+    const float *residual;
+    product_t product;
+} conv_t;
+
+/* The product over all open channels, but for the maps. */
+static conv_t prepare(context_t *context, const op_t *op, const step_t *step, algorithm_t algorithm) {
+    sample_t *sample = context->sample;
+    thread_t *own = context->own;
+    conv_t conv = {
+        .op = op,
+        .step = step,
+        .n_in = op->gate_in >= 0 ? sample->num_open[op->gate_in] : op->c_in,
+        .n_out = op->gate_out >= 0 ? sample->num_open[op->gate_out] : op->c_out,
+        .in = sample->buffers[op->in],
+        .out = sample->buffers[op->out],
+        .residual = op->residual >= 0 ? sample->buffers[op->residual] : NULL,
+    };
+    const int32_t *open_in = op->gate_in >= 0 ? sample->open[op->gate_in] : NULL;
+    const int32_t *open_out = op->gate_out >= 0 ? sample->open[op->gate_out] : NULL;
+    int taps = algorithm == WINOGRAD ? 1 : op->kernel * op->kernel;
+    const float *weight = algorithm == WINOGRAD ? op->transformed[step->tiling.size == 2] : op->weight;
+    packing_t packed = packing(op, taps);
+    for (int m = 0; m < conv.n_out; m++) {
+        int k = open_out ? open_out[m] : m;
+        own->rows[m] = weight + row_offset(&packed, k);
+        own->bias[m] = op->bias[k];
+    }
+    for (int j = 0; j < conv.n_in; j++)
+        own->columns[j] = (open_in ? open_in[j] : j) * packed.column;
+    conv.product = (product_t){
+        .rows = own->rows,
+        .columns = own->columns,
+        .channels = conv.n_in,
+        .taps = taps,
+        .tap_stride = packed.tap,
+        .bias = own->bias,
+        .relu = op->relu,
+    };
+    return conv;
+}
+
+static void run_pointwise(context_t *context, const conv_t *conv, const float *x, ptrdiff_t x_plane) {
+    static const ptrdiff_t no_offset[1] = {0};
+    const kernels_t *kernels = context->plan->network->kernels;
+    const shape_t *out = &conv->step->out;
+    product_t product = conv->product;
+    product.taps = 1;
+    product.tap_offsets = no_offset;
+    product.x_plane = x_plane;
+    product.out_plane = out->plane;
+    int vectors = divide_up(out->height * out->width, kernels->lanes);
+    /* Large maps are split by pixels, small ones, where weights matter more, by rows. */
+    int by_pixels = vectors >= 16 * context->threads;
+    range_t pixels = by_pixels ? part(context, vectors) : (range_t){0, vectors};
+    range_t rows = by_pixels ? (range_t){0, conv->n_out} : part(context, conv->n_out);
+    int chunk = (1 << 16) / (conv->n_in + 1) / kernels->lanes;
+    chunk = even_part(pixels.end - pixels.begin, chunk < 12 ? 12 : chunk);
+    for (int v = pixels.begin; v < pixels.end; v += chunk) {
+        ptrdiff_t at = (ptrdiff_t)v * kernels->lanes;
+        product.x = x + at;
+        product.out = conv->out + at;
+        product.residual = conv->residual ? conv->residual + at : NULL;
+        kernels->product(&product, rows.begin, rows.end, v + chunk < pixels.end ? chunk : pixels.end - v);
+    }
+}
+
+/* One phase of a padded plane: every stride-th pixel from (y, x) on. */
+static void split_phase(const op_t *op, const step_t *step, const float *plane, int y, int x, float *out) {
+    const shape_t *in = &step->in;
+    int stride = op->stride, first = x - op->padding;
+    int begin = first < 0 ? divide_up(-first, stride) : 0;
+    int end = in->width > first ? divide_up(in->width - first, stride) : 0;
+    end = end < step->pitch ? end : step->pitch;
+    begin = begin < end ? begin : end;
+    for (int i = 0; i < step->phase_rows; i++, out += step->pitch) {
+        int row = i * stride + y - op->padding;
+        if (row < 0 || row >= in->height) {
+            memset(out, 0, (size_t)step->pitch * sizeof *out);
+            continue;
+        }
+        const float *from = plane + (ptrdiff_t)row * in->width + first;
+        memset(out, 0, (size_t)begin * sizeof *out);
+        if (stride == 1)
+            memcpy(out + begin, from + begin, (size_t)(end - begin) * sizeof *out);
+        else
+            for (int j = begin; j < end; j++)
+                out[j] = from[(ptrdiff_t)j * stride];
+        memset(out + end, 0, (size_t)(step->pitch - end) * sizeof *out);
+    }
+}
+
+static void run_direct(context_t *context, conv_t *conv) {
+    const kernels_t *kernels = context->plan->network->kernels;
+    const op_t *op = conv->op;
+    const step_t *step = conv->step;
+    int stride = op->stride, phases = stride < op->kernel ? stride : op->kernel;  /* those that a tap reads */
+    float *split = context->sample->scratch;
+    ptrdiff_t channel = stride * stride * step->phase_plane;
+    range_t channels = part(context, conv->n_in);
+    for (int j = channels.begin; j < channels.end; j++)
+        for (int y = 0; y < phases; y++)
+            for (int x = 0; x < phases; x++) {
+                int v = y * op->dilation % stride, u = x * op->dilation % stride;
+                split_phase(op, step, conv->in + j * step->in.plane, v, u,
+                            split + j * channel + (v * stride + u) * step->phase_plane);
+            }
+    meet(context);
+    if (step->pitch == step->out.width) {  /* a kernel of 1 */
+        run_pointwise(context, conv, split, channel);
+        return;
+    }
+    product_t product = conv->product;
+    product.tap_offsets = step->tap_offsets;
+    product.x_plane = channel;
+    product.out = context->own->plane;
+    product.bias = NULL;
+    product.relu = 0;
+    int groups = divide_up(conv->n_out, kernels->row_block), chunks = divide_up(step->out.height, step->chunk_rows);
+    range_t items = part(context, groups * chunks);
+    for (int item = items.begin; item < items.end; item++) {
+        int group = item % groups, y = item / groups * step->chunk_rows;
+        int begin = (int)((int64_t)conv->n_out * group / groups), end = (int)((int64_t)conv->n_out * (group + 1) / groups);
+        int height = step->out.height - y < step->chunk_rows ? step->out.height - y : step->chunk_rows;
+        int vectors = divide_up(height * step->pitch, kernels->lanes);
+        product.rows = context->own->rows + begin;
+        product.x = split + (ptrdiff_t)y * step->pitch;
+        product.out_plane = (ptrdiff_t)vectors * kernels->lanes;
+        kernels->product(&product, 0, end - begin, vectors);
+        for (int m = begin; m < end; m++) {
+            ptrdiff_t at = m * step->out.plane + (ptrdiff_t)y * step->out.width;
+            kernels->finish(product.out + (m - begin) * product.out_plane, step->pitch, conv->out + at,
+                            conv->residual ? conv->residual + at : NULL, height, step->out.width,
+                            context->own->bias[m], op->relu);
+        }
+    }
+}
+
+/* Rows [begin, end) of a plane with a border of one, from its upper left corner at (-1, -1). */
+static void pad(const shape_t *map, const tiling_t *tiling, const float *plane, int begin, int end, float *padded) {
+    for (int i = begin; i < end; i++) {
+        float *row = padded + (ptrdiff_t)i * tiling->pitch;
+        if (i < 1 || i > map->height) {
+            memset(row, 0, (size_t)tiling->pitch * sizeof *row);
+            continue;
+        }
+        row[0] = 0.f;
+        memcpy(row + 1, plane + (ptrdiff_t)(i - 1) * map->width, (size_t)map->width * sizeof *row);
+        memset(row + 1 + map->width, 0, (size_t)(tiling->pitch - 1 - map->width) * sizeof *row);
+    }
+}
+
+static void run_winograd(context_t *context, conv_t *conv) {
+    const kernels_t *kernels = context->plan->network->kernels;
+    const step_t *step = conv->step;
+    const tiling_t *tiling = &step->tiling;
+    static const ptrdiff_t no_offset[1] = {0};
+    float *v = context->sample->scratch, *m = v + tiling->points * step->v_point;
+    float *padded = context->own->plane;
+    ptrdiff_t point = packing(conv->op, 1).point;
+    product_t product = conv->product;
+    product.tap_offsets = no_offset;
+    product.bias = NULL;
+    product.relu = 0;
+    for (int begin = 0; begin < tiling->vectors; begin += step->block) {
+        int end = begin + step->block < tiling->vectors ? begin + step->block : tiling->vectors;
+        ptrdiff_t floats = (ptrdiff_t)(end - begin) * kernels->lanes;
+        /* Of the padded plane, the rows that these tiles read. */
+        const piece_t *pieces = tiling->pieces;
+        int last = end * tiling->pieces_per_vector - 1;
+        while (!pieces[last].rows)
+            last--;
+        int first_row = pieces[begin * tiling->pieces_per_vector].in / tiling->pitch;
+        int end_row = pieces[last].in / tiling->pitch + tiling->size + 2;
+        range_t channels = part(context, conv->n_in);
+        for (int j = channels.begin; j < channels.end; j++) {
+            pad(&step->in, tiling, conv->in + j * step->in.plane, first_row, end_row, padded);
+            kernels->transform_input(tiling, padded, begin, end, v + j * floats, step->v_point);
+        }
+        meet(context);
+        range_t points = part(context, tiling->points);
+        for (int p = points.begin; p < points.end; p++) {
+            product.row_offset = p * point;
+            product.then = (p + 1 < points.end ? p + 1 : points.begin) * point;
+            product.x = v + p * step->v_point;
+            product.x_plane = floats;
+            product.out = m + p * step->m_point;
+            product.out_plane = floats;
+            kernels->product(&product, 0, conv->n_out, end - begin);
+        }
+        meet(context);
+        range_t rows = part(context, conv->n_out);
+        for (int k = rows.begin; k < rows.end; k++) {
+            ptrdiff_t at = k * step->out.plane;
+            kernels->transform_output(
+                tiling, m + k * floats, step->m_point, begin, end, conv->out + at,
+                conv->residual ? conv->residual + at : NULL, context->own->bias[k], conv->op->relu);
+        }
+    }
+}
+
+static void run_conv(context_t *context, const op_t *op, const step_t *step) {
+    int no_input = op->gate_in >= 0 && context->sample->num_open[op->gate_in] == 0;
+    algorithm_t algorithm = no_input ? POINTWISE : step->algorithm;
+    conv_t conv = prepare(context, op, step, algorithm);
+    if (conv.n_out == 0)
+        return;
+    if (algorithm == WINOGRAD)
+        run_winograd(context, &conv);
+    else if (algorithm == DIRECT)
+        run_direct(context, &conv);
+    else
+        run_pointwise(context, &conv, conv.in, step->in.plane);
+}
+
+/* Row i of a pooled plane: first down the columns of its window, then along the row. */
+static void pool_row(const op_t *op, const shape_t *in, int i, const float *plane, float *columns, int width, float *out) {
+    int top = i * op->stride - op->padding, bottom = top + op->kernel;
+    top = top > 0 ? top : 0;
+    bottom = bottom < in->height ? bottom : in->height;
+    memcpy(columns, plane + (ptrdiff_t)top * in->width, (size_t)in->width * sizeof *columns);
+    for (int y = top + 1; y < bottom; y++) {
+        const float *row = plane + (ptrdiff_t)y * in->width;
+        if (op->kind == MAX_POOL)
+            for (int x = 0; x < in->width; x++)
+                columns[x] = row[x] > columns[x] ? row[x] : columns[x];
+        else
+            for (int x = 0; x < in->width; x++)
+                columns[x] += row[x];
+    }
+    for (int j = 0; j < width; j++) {
+        int left = j * op->stride - op->padding, right = left + op->kernel;
+        left = left > 0 ? left : 0;
+        right = right < in->width ? right : in->width;
+        float value = columns[left];
+        for (int x = left + 1; x < right; x++)
+            value = op->kind == AVG_POOL ? value + columns[x] : columns[x] > value ? columns[x] : value;
+        out[j] = op->kind == AVG_POOL ? value / (float)((bottom - top) * (right - left)) : value;
+    }
+}
+
+static void run_pool(context_t *context, const op_t *op, const step_t *step) {
+    const shape_t *in = &step->in, *out = &step->out;
+    range_t channels = part(context, in->channels);
+    for (int c = channels.begin; c < channels.end; c++) {
+        const float *x = context->sample->buffers[op->in] + c * in->plane;
+        float *y = context->sample->buffers[op->out] + c * out->plane;
+        for (int i = 0; i < out->height; i++, y += out->width)
+            pool_row(op, in, i, x, context->own->plane, out->width, y);
+    }
+}
+
+static void run_subsample(context_t *context, const op_t *op, const step_t *step) {
+    const shape_t *in = &step->in, *out = &step->out;
+    range_t channels = part(context, out->channels);
+    for (int c = channels.begin; c < channels.end; c++) {
+        float *y = context->sample->buffers[op->out] + c * out->plane;
+        int from = c - op->before;
+        if (from < 0 || from >= in->channels) {
+            memset(y, 0, (size_t)out->plane * sizeof *y);
+            continue;
+        }
+        const float *x = context->sample->buffers[op->in] + from * in->plane;
+        for (int i = 0; i < out->height; i++)
+            for (int j = 0; j < out->width; j++)
+                *y++ = x[((ptrdiff_t)i * in->width + j) * op->stride];
+    }
+}
+
+static void run_gate(context_t *context, const op_t *op, const step_t *step) {
+    sample_t *sample = context->sample;
+    ptrdiff_t pixels = (ptrdiff_t)step->in.height * step->in.width;
+    range_t channels = part(context, op->c_in);
+    for (int c = channels.begin; c < channels.end; c++)
+        sample->pooled[c] = (float)(
+            context->plan->network->kernels->sum(sample->buffers[op->in] + c * step->in.plane, pixels) / (double)pixels);
+    meet(context);
+    if (context->thread != 0)
+        return;
+    float *logits = context->own->logits, *hidden = logits + op->c_out;
+    memcpy(hidden, op->bias, (size_t)op->hidden * sizeof *hidden);
+    for (int c = 0; c < op->c_in; c++)
+        for (int h = 0; h < op->hidden; h++)
+            hidden[h] += op->weight[(ptrdiff_t)c * op->hidden + h] * sample->pooled[c];
+    memcpy(logits, op->bias2, (size_t)op->c_out * sizeof *logits);
+    for (int h = 0; h < op->hidden; h++) {
+        float value = hidden[h] < 0.f ? 0.f : hidden[h];
+        for (int k = 0; k < op->c_out; k++)
+            logits[k] += op->weight2[(ptrdiff_t)h * op->c_out + k] * value;
+    }
+    int count = 0;
+    for (int k = 0; k < op->c_out; k++)
+        if (logits[k] > 0.f)
+            sample->open[op->gate_out][count++] = k;
+    sample->num_open[op->gate_out] = count;
+}
+
+static void copy_out(context_t *context, const op_t *op, const step_t *step, float *out) {
+    ptrdiff_t pixels = (ptrdiff_t)step->in.height * step->in.width;
+    range_t channels = part(context, step->in.channels);
+    for (int c = channels.begin; c < channels.end; c++)
+        memcpy(out + c * pixels, context->sample->buffers[op->in] + c * step->in.plane, (size_t)pixels * sizeof *out);
+}
+
+static void run_sample(context_t *context, const float *image, float *const *outputs, int64_t index) {
+    const plan_t *plan = context->plan;
+    const network_t *network = plan->network;
+    ptrdiff_t pixels = (ptrdiff_t)plan->height * plan->width;
+    ptrdiff_t plane = plan->buffer_floats[0] / network->in_channels;
+    range_t channels = part(context, network->in_channels);
+    for (int c = channels.begin; c < channels.end; c++)
+        memcpy(context->sample->buffers[0] + c * plane, image + c * pixels, (size_t)pixels * sizeof *image);
+    meet(context);
+    for (int i = 0; i < network->num_ops; i++) {
+        const op_t *op = &network->ops[i];
+        const step_t *step = &plan->steps[i];
+        switch (op->kind) {
+            case CONV: run_conv(context, op, step); break;
+            case MAX_POOL:
+            case AVG_POOL: run_pool(context, op, step); break;
+            case SUBSAMPLE: run_subsample(context, op, step); break;
+            case GATE: run_gate(context, op, step); break;
+            case OUTPUT:
+                copy_out(context, op, step, *outputs + index * step->in.channels * step->in.height * step->in.width);
+                outputs++;
+                break;
+        }
+        meet(context);
+    }
+}
+
+/* Images [count][channels][height][width] through the network; output i is [count][channels][height][width] too. */
+API int tg_run(workspace_t *workspace, const float *images, int64_t count, float *const *outputs, int num_outputs) {
+    const plan_t *plan = workspace->plan;
+    const network_t *network = plan->network;
+    int expected = 0;
+    for (int i = 0; i < network->num_ops; i++)
+        expected += network->ops[i].kind == OUTPUT;
+    if (!images || !outputs || count < 0 || num_outputs != expected)
+        return fail("a run on %lld images with %d outputs, of which there are %d", (long long)count, num_outputs, expected);
+    ptrdiff_t image = (ptrdiff_t)network->in_channels * plan->height * plan->width;
+    int requested = workspace->num_threads;
+#if defined(_OPENMP)
+    #pragma omp parallel num_threads(requested) if (requested > 1)
+#endif
+    {
+        int thread = 0, threads = 1;
+#if defined(_OPENMP)
+        thread = omp_get_thread_num();
+        threads = omp_get_num_threads();
+#endif
+        (void)requested;
+        /* Samples on threads of their own, and those left over by all threads together. */
+        int64_t alone = threads <= workspace->num_samples ? count / threads * threads : 0;
+#if defined(_OPENMP)
+        #pragma omp for schedule(dynamic)
+#endif
+        for (int64_t n = 0; n < alone; n++) {
+            context_t context = {plan, &workspace->samples[thread], &workspace->threads[thread], 0, 1};
+            run_sample(&context, images + n * image, outputs, n);
+        }
+        for (int64_t n = alone; n < count; n++) {
+            context_t context = {plan, &workspace->samples[0], &workspace->threads[thread], thread, threads};
+            run_sample(&context, images + n * image, outputs, n);
+        }
+    }
+    return 0;
+}

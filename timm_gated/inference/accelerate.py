@@ -1,0 +1,108 @@
+"""`accelerate`: a gated network that runs only what its gates leave open
+
+    fast = timm_gated.accelerate(model)
+    fast(images)
+
+The result is an evaluation-only module with the network's outputs. Each image runs its own open filters; images of
+a batch are independent. Two backends: 'native', this package's own kernels for the CPU, and 'torch', which slices
+tensors and runs on any device.
+"""
+import copy
+from typing import Any, Dict, List, Optional, Tuple, Union
+
+import torch
+import torch.nn as nn
+
+from .native import NativeRunner, why_not
+from .program import Trunk, compile_trunk, trunk
+from .sliced import SlicedRunner
+
+__all__ = ['Accelerated', 'accelerate']
+
+BACKENDS = ('auto', 'native', 'torch')
+
+
+class Accelerated(nn.Module):
+    """A network of `accelerate`: the trunk run by a backend, then the head.
+
+    Attributes:
+        backend: 'native' or 'torch'.
+    """
+
+    def __init__(self, parts: Trunk, backend: str, isa: Optional[str] = None) -> None:
+        super().__init__()
+        program = compile_trunk(parts.modules)
+        self.backend = backend
+        self._assemble = parts.assemble
+        self.runner: Union[NativeRunner, SlicedRunner] = (
+            NativeRunner(program, isa) if backend == 'native' else SlicedRunner(program))
+        self.head = copy.deepcopy(parts.head)
+        super().train(False)
+
+    def extra_repr(self) -> str:
+        return f'backend={self.backend}' + (f', isa={self.runner.isa}' if isinstance(self.runner, NativeRunner) else '')
+
+    def train(self, mode: bool = True) -> 'Accelerated':
+        if mode:
+            raise ValueError('an accelerated network is for evaluation only; train the network it was made from.')
+        return self
+
+    @torch.no_grad()
+    def forward_features(self, x: torch.Tensor) -> Any:
+        """As the network's own: the last map, or the features of a features_only network."""
+        return self._assemble(self.runner(x))
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> Any:
+        features = self.forward_features(x)
+        return features if self.head is None else self.head(features)
+
+
+def accelerate(model: nn.Module, backend: str = 'auto', isa: Optional[str] = None) -> nn.Module:
+    """Make a network for evaluation that computes only what its gates leave open. The network itself is not changed.
+
+    Supported are the ResNets of this package and of timm, gated or dense, classifiers and features_only backbones;
+    mmseg's with `mmseg_plugin`; and modules that contain such networks, such as segmentors, in a copy of which they
+    are replaced. Outputs agree up to rounding. (A gate whose logit is within rounding of zero may fall the other way.)
+
+    Args:
+        model: The network. Gates that are forced, for all images alike, stay forced.
+        backend: 'native', 'torch', or 'auto': native where it was built and the network is on the CPU.
+        isa: Instruction set of the native kernels: 'avx512', 'avx2' or 'portable'; the best one here by default.
+
+    Example:
+        >>> fast = accelerate(timm.create_model('gated_resnet34'))
+        >>> fast.backend, fast(images)
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got '{backend}'.")
+    if isa is not None and backend == 'torch':
+        raise ValueError(f"isa is an option of the native backend, got '{isa}' with backend 'torch'.")
+    if backend == 'native' and why_not():
+        raise RuntimeError(f"backend='native' is not available: {why_not()}")
+    if backend == 'auto':
+        on_cpu = all(tensor.device.type == 'cpu' for tensor in model.state_dict().values())
+        backend = 'native' if on_cpu and not why_not() else 'torch'
+
+    parts = trunk(model)
+    if parts is not None:
+        return Accelerated(parts, backend, isa)
+    replacements: Dict[int, nn.Module] = {
+        id(module): Accelerated(parts, backend, isa) for module, parts in _trunks(model)}
+    if not replacements:
+        raise ValueError(
+            f'{type(model).__name__} is not, and does not contain, a network that can be accelerated: a ResNet of '
+            f'timm or of this package, or one of mmseg after `import mmseg_plugin`.')
+    return copy.deepcopy(model, replacements).eval()
+
+
+def _trunks(model: nn.Module) -> List[Tuple[nn.Module, Trunk]]:
+    """The outermost networks within a module that can be accelerated."""
+    found = []
+    for child in model.children():
+        parts = trunk(child)
+        if parts is not None:
+            found.append((child, parts))
+        else:
+            found.extend(_trunks(child))
+    return found

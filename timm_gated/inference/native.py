@@ -1,0 +1,205 @@
+"""The native backend: a program run by this package's own kernels
+
+The kernels (`timm_gated/csrc`) are plain C, built with the package and called through ctypes. They compute only open
+filters, read from weights that are packed once, and keep to themselves from the image to the last map.
+"""
+import ctypes
+import threading
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+
+from .program import Conv, Gate, Op, Output, Pool, Program, Subsample
+
+__all__ = ['NativeRunner', 'instruction_sets', 'why_not']
+
+_SIGNATURES: Dict[str, Tuple[Any, List[Any]]] = {
+    'tg_error': (c_char_p, []),
+    'tg_isa': (c_char_p, [c_int]),
+    'tg_network_new': (c_void_p, [c_char_p, c_int, c_int, c_int]),
+    'tg_network_free': (None, [c_void_p]),
+    'tg_add_conv': (c_int, [c_void_p, *[c_int] * 12, c_void_p, c_void_p]),
+    'tg_add_gate': (c_int, [c_void_p, *[c_int] * 5, *[c_void_p] * 4]),
+    'tg_add_pool': (c_int, [c_void_p, *[c_int] * 7]),
+    'tg_add_subsample': (c_int, [c_void_p, *[c_int] * 5]),
+    'tg_add_output': (c_int, [c_void_p, c_int]),
+    'tg_transformed_bytes': (c_size_t, [c_void_p]),
+    'tg_plan_new': (c_void_p, [c_void_p, c_int, c_int]),
+    'tg_plan_free': (None, [c_void_p]),
+    'tg_plan_output': (c_int, [c_void_p, c_int, POINTER(c_int)]),
+    'tg_workspace_new': (c_void_p, [c_void_p, c_int, c_int]),
+    'tg_workspace_free': (None, [c_void_p]),
+    'tg_run': (c_int, [c_void_p, c_void_p, c_int64, POINTER(c_void_p), c_int]),
+}
+
+
+def _load() -> Tuple[Optional[ctypes.CDLL], str]:
+    try:
+        from .. import _native  # type: ignore[attr-defined]
+        library = ctypes.CDLL(_native.__file__)
+    except (ImportError, OSError) as error:
+        return None, str(error)
+    for name, (restype, argtypes) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = restype, argtypes
+    return library, ''
+
+
+_library, _load_error = _load()
+
+
+def why_not() -> str:
+    """Why the native backend is not there, or an empty string if it is."""
+    if _library is not None:
+        return ''
+    return (
+        f'the native kernels were not built with the package ({_load_error}). Install a C compiler (GCC 12 or newer, '
+        f"or Clang) and Python's headers, and install the package again.")
+
+
+def instruction_sets() -> List[str]:
+    """The instruction sets that the kernels can use here, best first."""
+    names: List[str] = []
+    while _library is not None and (name := _library.tg_isa(len(names))) is not None:
+        names.append(name.decode())
+    return names
+
+
+def _get() -> ctypes.CDLL:
+    if _library is None:
+        raise RuntimeError(why_not())
+    return _library
+
+
+def _check(result: Any, failed: bool) -> Any:
+    if failed:
+        raise ValueError(f'the native kernels refused: {_get().tg_error().decode()}.')
+    return result
+
+
+class _Handle:
+    """Owns an object of the library, and whatever that object refers to."""
+
+    def __init__(self, pointer: Optional[int], free: Any, *keep: Any) -> None:
+        self.pointer = _check(pointer, not pointer)
+        self._free = free
+        self._keep = keep
+
+    def __del__(self) -> None:
+        if getattr(self, 'pointer', None):
+            self._free(self.pointer)
+
+
+class _Plan:
+    """A program for images of one size, and memory to run it in."""
+
+    def __init__(self, network: _Handle, height: int, width: int) -> None:
+        library = _get()
+        self.handle = _Handle(library.tg_plan_new(network.pointer, height, width), library.tg_plan_free, network)
+        self.outputs: List[Tuple[int, ...]] = []
+        size = (c_int * 3)()
+        while library.tg_plan_output(self.handle.pointer, len(self.outputs), size):
+            self.outputs.append(tuple(size))
+        self._free: Dict[Tuple[int, int], List[_Handle]] = {}
+
+    def run(self, images: torch.Tensor, threads: int) -> List[torch.Tensor]:
+        library = _get()
+        count = images.shape[0]
+        results = [torch.empty(count, *size) for size in self.outputs]
+        if count == 0:
+            return results
+        # Workspaces are kept for the next call; a second call at the same time gets its own.
+        key = (min(count, threads), threads)
+        free = self._free.setdefault(key, [])
+        try:
+            workspace = free.pop()
+        except IndexError:
+            workspace = _Handle(
+                library.tg_workspace_new(self.handle.pointer, *key), library.tg_workspace_free, self.handle)
+        pointers = (c_void_p * len(results))(*(result.data_ptr() for result in results))
+        status = library.tg_run(workspace.pointer, images.data_ptr(), count, pointers, len(results))
+        free.append(workspace)
+        _check(None, status != 0)
+        return results
+
+
+class NativeRunner:
+    """Runs a program natively, on the CPU in float32.
+
+    Args:
+        program: What to run.
+        isa: Instruction set; the best one by default.
+    """
+
+    def __init__(self, program: Program, isa: Optional[str] = None) -> None:
+        library = _get()
+        self.isa = isa or instruction_sets()[0]
+        self._network = _Handle(
+            library.tg_network_new(self.isa.encode(), program.in_channels, program.num_maps, program.num_gates),
+            library.tg_network_free)
+        self._in_channels = program.in_channels
+        self._plans: Dict[Tuple[int, int], _Plan] = {}
+        self._lock = threading.Lock()
+        for op in program.ops:
+            _check(None, self._add(op) != 0)
+
+    @property
+    def transformed_bytes(self) -> int:
+        """What weights in Winograd's domain take up, for the sizes of images seen so far."""
+        return _get().tg_transformed_bytes(self._network.pointer)
+
+    def _add(self, op: Op) -> int:
+        library, network = _get(), self._network.pointer
+
+        def number(value: Optional[int]) -> int:
+            return -1 if value is None else value
+
+        if isinstance(op, Conv):
+            c_out, c_in, kernel = op.weight.shape[:3]
+            weight, bias = _floats(op.weight), _floats(op.bias)
+            return library.tg_add_conv(
+                network, op.source, op.target, number(op.residual), number(op.gate_in), number(op.gate_out),
+                c_in, c_out, kernel, op.stride, op.dilation, op.padding, op.relu, weight.data_ptr(), bias.data_ptr())
+        if isinstance(op, Gate):
+            tensors = [_floats(tensor) for tensor in (op.weight1, op.bias1, op.weight2, op.bias2)]
+            return library.tg_add_gate(
+                network, op.source, op.gate, op.weight1.shape[1], op.weight1.shape[0], op.weight2.shape[0],
+                *(tensor.data_ptr() for tensor in tensors))
+        if isinstance(op, Pool):
+            return library.tg_add_pool(
+                network, op.average, op.source, op.target, op.kernel, op.stride, op.padding, op.ceil_mode)
+        if isinstance(op, Subsample):
+            return library.tg_add_subsample(network, op.source, op.target, op.stride, op.before, op.after)
+        assert isinstance(op, Output)
+        return library.tg_add_output(network, op.source)
+
+    def __deepcopy__(self, memo: Any) -> 'NativeRunner':
+        return self  # it never changes
+
+    def __reduce__(self) -> Any:
+        raise TypeError('an accelerated network cannot be pickled; save the network it was made from.')
+
+    def __call__(self, images: torch.Tensor) -> List[torch.Tensor]:
+        """Run a batch; returns the maps that the program hands out."""
+        if images.device.type != 'cpu':
+            raise ValueError(
+                f"the native backend runs on the CPU, but the images are on '{images.device}'; use backend='torch'.")
+        if images.ndim != 4 or images.shape[1] != self._in_channels:
+            raise ValueError(
+                f'images must have the shape [N, {self._in_channels}, H, W], got {tuple(images.shape)}.')
+        dtype = images.dtype
+        images = _floats(images)
+        size = (images.shape[2], images.shape[3])
+        with self._lock:
+            if size not in self._plans:
+                self._plans[size] = _Plan(self._network, *size)
+            plan = self._plans[size]
+        results = plan.run(images, torch.get_num_threads())
+        return [result.to(dtype) for result in results]
+
+
+def _floats(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        raise ValueError(f'images must be floating point, got {tensor.dtype}.')
+    return tensor.detach().to('cpu', torch.float32).contiguous()

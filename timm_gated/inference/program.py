@@ -1,0 +1,352 @@
+"""A gated residual network as a short list of operations
+
+What the backends of `accelerate` run. Batch norms are folded into convolutions and gates, dropout and the like are
+gone, and a block's gates come before its convolutions. Networks of timm, of this package and, through `trunk`, of other
+packages are taken apart by their modules; whatever has no counterpart here is refused with its name.
+"""
+from dataclasses import dataclass, field
+from functools import singledispatch
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn as nn
+from timm.layers import AvgPool2dSame, BatchNormAct2d
+from timm.models._features import FeatureDictNet, FeatureGetterNet, FeatureHookNet, FeatureListNet
+from timm.models.resnet import ResNet
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchvision.ops import FrozenBatchNorm2d
+
+from ..cifar_resnet import CifarResNet, PadShortcut
+from ..gate import ChannelGate
+
+__all__ = ['Conv', 'Gate', 'Op', 'Output', 'Pool', 'Program', 'Subsample', 'Trunk', 'compile_trunk', 'trunk']
+
+
+@dataclass
+class Conv:
+    """A convolution with bias, perhaps a shortcut and a ReLU, over the channels that two gates leave open."""
+    source: int
+    target: int
+    weight: torch.Tensor
+    bias: torch.Tensor
+    stride: int = 1
+    dilation: int = 1
+    padding: int = 0
+    relu: bool = False
+    residual: Optional[int] = None
+    gate_in: Optional[int] = None
+    gate_out: Optional[int] = None
+
+
+@dataclass
+class Gate:
+    """Decides from a pooled map which channels are open: two linear layers, a ReLU between them."""
+    source: int
+    gate: int
+    weight1: torch.Tensor
+    bias1: torch.Tensor
+    weight2: torch.Tensor
+    bias2: torch.Tensor
+
+
+@dataclass
+class Pool:
+    """Max pooling, or average pooling that does not count its padding."""
+    source: int
+    target: int
+    average: bool
+    kernel: int
+    stride: int
+    padding: int
+    ceil_mode: bool
+
+
+@dataclass
+class Subsample:
+    """Every stride-th pixel, with channels of zeros before and after."""
+    source: int
+    target: int
+    stride: int
+    before: int
+    after: int
+
+
+@dataclass
+class Output:
+    """Hands a map out."""
+    source: int
+
+
+Op = Union[Conv, Gate, Pool, Subsample, Output]
+
+
+@dataclass
+class Program:
+    """Operations on numbered maps, of which number 0 is the image.
+
+    Attributes:
+        in_channels: Channels of the images.
+        ops: In the order in which they run.
+        num_maps: How many maps are alive at a time.
+        num_gates: How many gates there are.
+    """
+    in_channels: int
+    ops: List[Op] = field(default_factory=list)
+    num_maps: int = 1
+    num_gates: int = 0
+
+
+@dataclass
+class Trunk:
+    """The part of a network that runs on feature maps.
+
+    Attributes:
+        modules: Its modules, in the order in which they run, each with whether its output is handed out.
+        assemble: Makes the network's own result from the list of maps that were handed out.
+        head: What comes after, if anything; it is given the assembled result.
+    """
+    modules: Sequence[Tuple[nn.Module, bool]]
+    assemble: Callable[[List[torch.Tensor]], Any] = list
+    head: Optional[nn.Module] = None
+
+
+@singledispatch
+def trunk(model: nn.Module) -> Optional[Trunk]:
+    """The trunk of a network, or None if it is not one that is known. Other packages may register theirs."""
+    return None
+
+
+def _classifier(model: Any, modules: List[Any]) -> Trunk:
+    return Trunk(
+        [(module, module is modules[-1]) for module in modules],
+        assemble=lambda maps: maps[0],
+        head=nn.Sequential(model.global_pool, model.fc))
+
+
+@trunk.register
+def _(model: ResNet) -> Trunk:
+    stages = [model.layer1, model.layer2, model.layer3, model.layer4]
+    return _classifier(model, [model.conv1, model.bn1, model.act1, model.maxpool, *stages])
+
+
+@trunk.register
+def _(model: CifarResNet) -> Trunk:
+    stages = [getattr(model, name) for name in model.stage_names]
+    return _classifier(model, [model.conv1, model.bn1, model.act1, *stages])
+
+
+@trunk.register
+def _(model: FeatureDictNet) -> Trunk:
+    modules = [(module, name in model.return_layers) for name, module in model.items()]
+    keys = [model.return_layers[name] for name in model if name in model.return_layers]
+    if isinstance(model, FeatureListNet):
+        return Trunk(modules)
+    return Trunk(modules, lambda maps: dict(zip(keys, maps, strict=True)))
+
+
+@trunk.register(FeatureGetterNet)
+@trunk.register(FeatureHookNet)
+def _(model: nn.Module) -> Trunk:
+    raise ValueError(
+        f"features_only models of the kind {type(model).__name__} cannot be accelerated; create the model with "
+        f"feature_cls='list'.")
+
+
+def compile_trunk(modules: Iterable[Tuple[nn.Module, bool]]) -> Program:
+    """Turn the modules of a trunk into a program.
+
+    Args:
+        modules: In the order in which they run, each with whether its output is handed out.
+    """
+    compiler = _Compiler()
+    with torch.no_grad():
+        for module, is_output in modules:
+            compiler.add(module)
+            if is_output:
+                compiler.add_output()
+        compiler.flush()
+    program = compiler.program
+    first = next(op for op in program.ops if isinstance(op, Conv))
+    program.in_channels = first.weight.shape[1]
+    return program
+
+
+# Maps: the image, two that a block reads and writes in turn, the inner ones, and those of the shortcut.
+_IMAGE, _FIRST, _SECOND, _INNER1, _INNER2, _SHORTCUT, _POOLED = range(7)
+
+
+class _Compiler:
+    def __init__(self) -> None:
+        self.program = Program(in_channels=0, num_maps=7)
+        self.current = _IMAGE
+        self._pending: Optional[Conv] = None  # a convolution that may yet get a norm and a ReLU
+        self._gates: Dict[int, int] = {}
+
+    def flush(self) -> None:
+        if self._pending is not None:
+            self.program.ops.append(self._pending)
+            self._pending = None
+
+    def add_output(self) -> None:
+        self.flush()
+        self.program.ops.append(Output(self.current))
+
+    def add(self, module: nn.Module) -> None:
+        for leaf in _leaves(module):
+            if isinstance(leaf, nn.Conv2d):
+                self.flush()
+                self._pending = _conv(leaf, self.current, self._advance())
+            elif isinstance(leaf, _NORMS) and self._pending is not None and not self._pending.relu:
+                _fold(self._pending, leaf)
+            elif isinstance(leaf, nn.ReLU) and self._pending is not None:
+                self._pending.relu = True
+            elif isinstance(leaf, (nn.MaxPool2d, nn.AvgPool2d)):
+                self.flush()
+                self.program.ops.append(_pool(leaf, self.current, self._advance()))
+            elif hasattr(leaf, 'conv1') and hasattr(leaf, 'conv2'):
+                self.flush()
+                self._add_block(leaf)
+            else:
+                raise _unsupported(leaf)
+
+    def _advance(self) -> int:
+        self.current = _SECOND if self.current == _FIRST else _FIRST
+        return self.current
+
+    def _add_block(self, block: Any) -> None:
+        _check_block(block)
+        ops = self.program.ops
+        source, target = self.current, self._advance()
+        names = [name for name in ('conv1', 'conv2', 'conv3') if hasattr(block, name)]
+        switches = getattr(block, 'gated_convs', {})
+        for gate in dict.fromkeys(gate for name in names for gate in switches.get(name, ()) if gate is not None):
+            ops.append(_gate(gate, source, self._number(gate)))
+        residual = self._add_shortcut(block.downsample, source)
+        at = source
+        for name, inner in zip(names, (_INNER1, _INNER2, None), strict=False):
+            last = name == names[-1]
+            conv = _conv(getattr(block, name), at, target if last or inner is None else inner)
+            _fold(conv, getattr(block, name.replace('conv', 'bn')))
+            gate_in, gate_out = switches.get(name, (None, None))
+            conv.gate_in = None if gate_in is None else self._number(gate_in)
+            conv.gate_out = None if gate_out is None else self._number(gate_out)
+            conv.relu = True
+            conv.residual = residual if last else None
+            ops.append(conv)
+            at = conv.target
+
+    def _add_shortcut(self, downsample: Optional[nn.Module], source: int) -> int:
+        conv = None
+        for leaf in _leaves(downsample) if downsample is not None else ():
+            if isinstance(leaf, nn.AvgPool2d):
+                self.program.ops.append(_pool(leaf, source, _POOLED))
+                source = _POOLED
+            elif isinstance(leaf, nn.Conv2d) and conv is None:
+                conv = _conv(leaf, source, _SHORTCUT)
+                self.program.ops.append(conv)
+                source = _SHORTCUT
+            elif isinstance(leaf, _NORMS) and conv is not None:
+                _fold(conv, leaf)
+            elif isinstance(leaf, PadShortcut):
+                self.program.ops.append(Subsample(source, _SHORTCUT, leaf.stride, *leaf.padding[4:]))
+                source = _SHORTCUT
+            else:
+                raise _unsupported(leaf)
+        return source
+
+    def _number(self, gate: nn.Module) -> int:
+        number = self._gates.setdefault(id(gate), len(self._gates))
+        self.program.num_gates = len(self._gates)
+        return number
+
+
+_NORMS = (_BatchNorm, FrozenBatchNorm2d)
+
+
+def _unsupported(module: nn.Module, why: str = '') -> ValueError:
+    return ValueError(
+        f'{type(module).__name__}({module.extra_repr()}) cannot be accelerated{why}. Supported are ResNets of plain '
+        f'convolutions, batch norms and ReLUs, gated or not.')
+
+
+def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, nn.Sequential):
+        for child in module:
+            yield from _leaves(child)
+    elif not isinstance(module, (nn.Identity, nn.Dropout)):
+        yield module
+
+
+def _check_block(block: nn.Module) -> None:
+    for name in ('se', 'aa', 'drop_block'):  # timm's options
+        module = getattr(block, name, None)
+        if module is not None and not isinstance(module, nn.Identity):
+            raise _unsupported(module)
+    for name in ('act1', 'act2', 'act3', 'relu'):
+        module = getattr(block, name, None)
+        if module is not None and not isinstance(module, nn.ReLU):
+            raise _unsupported(module)
+    if getattr(block, 'with_plugins', False):  # mmseg's
+        raise _unsupported(block, ' with plugins')
+
+
+def _single(value: Any, module: nn.Module) -> int:
+    """One number from an option that may differ by dimension."""
+    values = set(value) if isinstance(value, tuple) else {value}
+    if len(values) != 1 or not all(isinstance(v, int) for v in values):
+        raise _unsupported(module)
+    return values.pop()
+
+
+def _conv(module: nn.Conv2d, source: int, target: int) -> Conv:
+    if type(module) is not nn.Conv2d or module.groups != 1 or module.padding_mode != 'zeros':
+        raise _unsupported(module)
+    _single(module.kernel_size, module)
+    weight = module.weight.detach()
+    bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach()
+    return Conv(
+        source, target, weight, bias,
+        stride=_single(module.stride, module),
+        dilation=_single(module.dilation, module),
+        padding=_single(module.padding, module),
+    )
+
+
+def _fold(conv: Conv, norm: Any) -> None:
+    plain = isinstance(norm, _NORMS) and not isinstance(norm, BatchNormAct2d)
+    if not plain or norm.running_mean is None:
+        raise _unsupported(norm)
+    # In double precision, so that folding itself costs no accuracy.
+    scale = (norm.running_var.double() + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight.double()
+    shift = -norm.running_mean.double() * scale
+    if norm.bias is not None:
+        shift = shift + norm.bias.double()
+    conv.weight = (conv.weight.double() * scale[:, None, None, None]).to(conv.weight.dtype)
+    conv.bias = (conv.bias.double() * scale + shift).to(conv.bias.dtype)
+
+
+def _gate(gate: nn.Module, source: int, number: int) -> Gate:
+    if type(gate) is not ChannelGate:
+        raise _unsupported(gate)
+    as_conv = Conv(source, source, gate.fc1.weight.detach()[:, :, None, None], gate.fc1.bias.detach())
+    _fold(as_conv, gate.bn)
+    weight2, bias2 = gate.fc2.weight.detach(), gate.fc2.bias.detach()
+    if gate.forced is not None:
+        if gate.forced.ndim != 1:
+            raise ValueError('gates that are forced image by image cannot be accelerated; force all images alike.')
+        weight2, bias2 = torch.zeros_like(weight2), gate.forced.to(bias2) - 0.5
+    return Gate(source, number, as_conv.weight[:, :, 0, 0], as_conv.bias, weight2, bias2)
+
+
+def _pool(module: Union[nn.MaxPool2d, nn.AvgPool2d], source: int, target: int) -> Pool:
+    average = isinstance(module, nn.AvgPool2d)
+    padding = _single(module.padding, module)
+    if isinstance(module, AvgPool2dSame) or getattr(module, 'divisor_override', None) is not None \
+            or _single(getattr(module, 'dilation', 1), module) != 1 \
+            or (average and module.count_include_pad and (padding or module.ceil_mode)):
+        raise _unsupported(module)
+    return Pool(
+        source, target, average,
+        _single(module.kernel_size, module), _single(module.stride, module), padding, module.ceil_mode)

@@ -1,0 +1,144 @@
+"""The torch backend: a program run on slices of its weights
+
+For any device that torch runs on, and where the native kernels were not built. Each image takes the open filters out of
+the weights and convolves with those alone.
+"""
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from .program import Conv, Gate, Op, Output, Pool, Program, Subsample
+
+__all__ = ['SlicedRunner']
+
+
+class SlicedRunner(nn.Module):
+    """Runs a program with torch's own convolutions.
+
+    Args:
+        program: What to run.
+    """
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(_STEPS[type(op)](op) for op in program.ops)
+
+    def forward(self, images: torch.Tensor) -> List[torch.Tensor]:
+        """Run a batch; returns the maps that the program hands out."""
+        if len(images) == 0:
+            return [maps[:0] for maps in self._run(images.new_zeros(1, *images.shape[1:]))]
+        samples = [self._run(image[None]) for image in images]
+        return [torch.cat(maps) for maps in zip(*samples, strict=True)]
+
+    def _run(self, image: torch.Tensor) -> List[torch.Tensor]:
+        state = _State({0: image}, {}, [])
+        for step in self.steps:
+            step(state)
+        return state.outputs
+
+
+@dataclass
+class _State:
+    """Of one image on its way: the maps, the open channels of each gate, what was handed out."""
+    maps: Dict[int, torch.Tensor]
+    opened: Dict[int, torch.Tensor]
+    outputs: List[torch.Tensor]
+
+
+class _Step(nn.Module):
+    """One operation: its fields as attributes, tensors as buffers, which move with the module."""
+    source: int
+    target: int
+
+    def __init__(self, op: Op) -> None:
+        super().__init__()
+        for name, value in vars(op).items():
+            if isinstance(value, torch.Tensor):
+                self.register_buffer(name, value, persistent=False)
+            else:
+                setattr(self, name, value)
+
+
+class _Conv(_Step):
+    weight: torch.Tensor
+    bias: torch.Tensor
+    stride: int
+    dilation: int
+    padding: int
+    relu: bool
+    residual: Optional[int]
+    gate_in: Optional[int]
+    gate_out: Optional[int]
+
+    def __init__(self, op: Op) -> None:
+        super().__init__(op)
+        if self.gate_in is not None and self.gate_out is None:
+            # Open inputs are then picked as whole runs of memory.
+            self.weight = self.weight.transpose(0, 1).contiguous().transpose(0, 1)
+
+    def forward(self, state: _State) -> None:
+        weight, bias = self.weight, self.bias
+        if self.gate_out is not None:
+            weight, bias = weight[state.opened[self.gate_out]], bias[state.opened[self.gate_out]]
+        if self.gate_in is not None:
+            weight = weight[:, state.opened[self.gate_in]]
+        x = state.maps[self.source]
+        if weight.shape[0] and weight.shape[1]:
+            y = F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation)
+        else:  # nothing to add up, or nowhere to
+            reach = self.dilation * (weight.shape[2] - 1) + 1
+            size = [(n + 2 * self.padding - reach) // self.stride + 1 for n in x.shape[2:]]
+            y = bias[None, :, None, None].repeat(1, 1, *size)
+        if self.residual is not None:
+            y += state.maps[self.residual]
+        state.maps[self.target] = F.relu_(y) if self.relu else y
+
+
+class _Gate(_Step):
+    gate: int
+    weight1: torch.Tensor
+    bias1: torch.Tensor
+    weight2: torch.Tensor
+    bias2: torch.Tensor
+
+    def forward(self, state: _State) -> None:
+        pooled = state.maps[self.source].mean((2, 3))
+        logits = F.linear(F.relu_(F.linear(pooled, self.weight1, self.bias1)), self.weight2, self.bias2)
+        state.opened[self.gate] = (logits[0] > 0).nonzero()[:, 0]
+
+
+class _Pool(_Step):
+    average: bool
+    kernel: int
+    stride: int
+    padding: int
+    ceil_mode: bool
+
+    def forward(self, state: _State) -> None:
+        x, size = state.maps[self.source], (self.kernel, self.stride, self.padding)
+        if self.average:
+            y = F.avg_pool2d(x, *size, ceil_mode=self.ceil_mode, count_include_pad=False)
+        else:
+            y = F.max_pool2d(x, *size, ceil_mode=self.ceil_mode)
+        state.maps[self.target] = y
+
+
+class _Subsample(_Step):
+    stride: int
+    before: int
+    after: int
+
+    def forward(self, state: _State) -> None:
+        x = state.maps[self.source][:, :, ::self.stride, ::self.stride]
+        state.maps[self.target] = F.pad(x, (0, 0, 0, 0, self.before, self.after))
+
+
+class _Output(_Step):
+    def forward(self, state: _State) -> None:
+        state.outputs.append(state.maps[self.source])
+
+
+_STEPS: Dict[Any, Any] = {Conv: _Conv, Gate: _Gate, Pool: _Pool, Subsample: _Subsample, Output: _Output}
