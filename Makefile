@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP_FLAGS ?= --quiet --progress-bar off --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test clean
+.PHONY: help demo test bench sanitize clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
@@ -15,6 +15,12 @@ test: .venv/.installed ## lint, check the types and run the tests
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 	.venv/bin/python -m pytest
+
+bench: .venv/.installed ## time gated networks against all dense runtimes, into output/bench
+	.venv/bin/python tools/benchmark_inference.py --output output/bench
+
+sanitize: .venv/.installed ## run the tests of the kernels under AddressSanitizer and UBSan
+	.venv/bin/python tools/sanitize_kernels.py
 
 clean: ## remove the environment, caches and build products; output/ and data/ stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,7 +4,7 @@
 
 #include "network.h"
 
-#define MAX_PIXELS ((ptrdiff_t)1 << 28)  /* of a map */
+#define MAX_PIXELS ((ptrdiff_t)1 << 26)  /* of a map: keeps offsets within a plane, borders included, below 2^31 */
 /* Floats of maps that a step works on at a time, to stay in a core's second-level cache. */
 #define CACHED_FLOATS (1 << 16)
 /* The same for transformed maps, all channels counted: more, as larger blocks read the weights less often. */
@@ -210,7 +210,7 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     out->channels = op->kind == CONV ? op->c_out : in->channels + op->before + op->after;
     plan->max_channels = max(plan->max_channels, out->channels);
     ptrdiff_t pixels = (ptrdiff_t)out->height * out->width;
-    if (pixels > MAX_PIXELS / out->channels)
+    if (pixels > MAX_PIXELS)
         return fail("images of %d x %d are too large", plan->height, plan->width);
     out->plane = plane_floats(pixels);
     if (op->residual >= 0) {
@@ -232,7 +232,7 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
 
 /* A plan for images of one size; not safe to call from two threads for one network. */
 API plan_t *tg_plan_new(network_t *network, int height, int width) {
-    if (height < 1 || width < 1 || height > MAX_PIXELS / width / network->in_channels) {
+    if (height < 1 || width < 1 || height > MAX_PIXELS / width) {
         fail("images of %d x %d", height, width);
         return NULL;
     }

@@ -146,7 +146,7 @@ static void run_direct(context_t *context, conv_t *conv) {
                             split + j * channel + (v * stride + u) * step->phase_plane);
             }
     meet(context);
-    if (step->pitch == step->out.width) {  /* a kernel of 1 */
+    if (op->kernel == 1) {
         run_pointwise(context, conv, split, channel);
         return;
     }

@@ -93,7 +93,9 @@ def accelerate(model: nn.Module, backend: str = 'auto', isa: Optional[str] = Non
         raise ValueError(
             f'{type(model).__name__} is not, and does not contain, a network that can be accelerated: a ResNet of '
             f'timm or of this package, or one of mmseg after `import mmseg_plugin`.')
-    return copy.deepcopy(model, replacements).eval()
+    fast = copy.deepcopy(model, replacements)
+    fast.eval()
+    return fast
 
 
 def _trunks(model: nn.Module) -> List[Tuple[nn.Module, Trunk]]:

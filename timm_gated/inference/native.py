@@ -5,6 +5,7 @@ filters, read from weights that are packed once, and keep to themselves from the
 """
 import ctypes
 import threading
+from collections import OrderedDict
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -13,6 +14,8 @@ import torch
 from .program import Conv, Gate, Op, Output, Pool, Program, Subsample
 
 __all__ = ['NativeRunner', 'instruction_sets', 'why_not']
+
+_MAX_PLANS = 4  # sizes of images to keep memory for, the last ones used
 
 _SIGNATURES: Dict[str, Tuple[Any, List[Any]]] = {
     'tg_error': (c_char_p, []),
@@ -139,7 +142,7 @@ class NativeRunner:
             library.tg_network_new(self.isa.encode(), program.in_channels, program.num_maps, program.num_gates),
             library.tg_network_free)
         self._in_channels = program.in_channels
-        self._plans: Dict[Tuple[int, int], _Plan] = {}
+        self._plans: OrderedDict[Tuple[int, int], _Plan] = OrderedDict()
         self._lock = threading.Lock()
         for op in program.ops:
             _check(None, self._add(op) != 0)
@@ -190,13 +193,16 @@ class NativeRunner:
                 f'images must have the shape [N, {self._in_channels}, H, W], got {tuple(images.shape)}.')
         dtype = images.dtype
         images = _floats(images)
-        size = (images.shape[2], images.shape[3])
-        with self._lock:
-            if size not in self._plans:
-                self._plans[size] = _Plan(self._network, *size)
-            plan = self._plans[size]
-        results = plan.run(images, torch.get_num_threads())
+        results = self._plan(*images.shape[2:]).run(images, torch.get_num_threads())
         return [result.to(dtype) for result in results]
+
+    def _plan(self, height: int, width: int) -> _Plan:
+        with self._lock:
+            plan = self._plans.pop((height, width), None) or _Plan(self._network, height, width)
+            self._plans[height, width] = plan
+            if len(self._plans) > _MAX_PLANS:
+                self._plans.popitem(last=False)
+        return plan
 
 
 def _floats(tensor: torch.Tensor) -> torch.Tensor:

@@ -302,8 +302,8 @@ def _conv(module: nn.Conv2d, source: int, target: int) -> Conv:
     if type(module) is not nn.Conv2d or module.groups != 1 or module.padding_mode != 'zeros':
         raise _unsupported(module)
     _single(module.kernel_size, module)
-    weight = module.weight.detach()
-    bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach()
+    weight = module.weight.detach().clone()
+    bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach().clone()
     return Conv(
         source, target, weight, bias,
         stride=_single(module.stride, module),
@@ -332,7 +332,7 @@ def _gate(gate: nn.Module, source: int, number: int) -> Gate:
         raise _unsupported(gate)
     as_conv = Conv(source, source, gate.fc1.weight.detach()[:, :, None, None], gate.fc1.bias.detach())
     _fold(as_conv, gate.bn)
-    weight2, bias2 = gate.fc2.weight.detach(), gate.fc2.bias.detach()
+    weight2, bias2 = gate.fc2.weight.detach().clone(), gate.fc2.bias.detach().clone()
     if gate.forced is not None:
         if gate.forced.ndim != 1:
             raise ValueError('gates that are forced image by image cannot be accelerated; force all images alike.')

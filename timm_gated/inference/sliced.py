@@ -29,20 +29,21 @@ class SlicedRunner(nn.Module):
     def forward(self, images: torch.Tensor) -> List[torch.Tensor]:
         """Run a batch; returns the maps that the program hands out."""
         if len(images) == 0:
-            return [maps[:0] for maps in self._run(images.new_zeros(1, *images.shape[1:]))]
-        samples = [self._run(image[None]) for image in images]
+            return [maps[:0] for maps in self.run_together(images.new_zeros(1, *images.shape[1:])).outputs]
+        samples = [self.run_together(image[None]).outputs for image in images]
         return [torch.cat(maps) for maps in zip(*samples, strict=True)]
 
-    def _run(self, image: torch.Tensor) -> List[torch.Tensor]:
-        state = _State({0: image}, {}, [])
+    def run_together(self, images: torch.Tensor) -> 'State':
+        """Run images that all take the decisions of the first; returns the state at the end."""
+        state = State({0: images}, {}, [])
         for step in self.steps:
             step(state)
-        return state.outputs
+        return state
 
 
 @dataclass
-class _State:
-    """Of one image on its way: the maps, the open channels of each gate, what was handed out."""
+class State:
+    """Of an image on its way: its maps, the open channels of each gate, and what was handed out."""
     maps: Dict[int, torch.Tensor]
     opened: Dict[int, torch.Tensor]
     outputs: List[torch.Tensor]
@@ -79,7 +80,7 @@ class _Conv(_Step):
             # Open inputs are then picked as whole runs of memory.
             self.weight = self.weight.transpose(0, 1).contiguous().transpose(0, 1)
 
-    def forward(self, state: _State) -> None:
+    def forward(self, state: State) -> None:
         weight, bias = self.weight, self.bias
         if self.gate_out is not None:
             weight, bias = weight[state.opened[self.gate_out]], bias[state.opened[self.gate_out]]
@@ -104,7 +105,7 @@ class _Gate(_Step):
     weight2: torch.Tensor
     bias2: torch.Tensor
 
-    def forward(self, state: _State) -> None:
+    def forward(self, state: State) -> None:
         pooled = state.maps[self.source].mean((2, 3))
         logits = F.linear(F.relu_(F.linear(pooled, self.weight1, self.bias1)), self.weight2, self.bias2)
         state.opened[self.gate] = (logits[0] > 0).nonzero()[:, 0]
@@ -117,7 +118,7 @@ class _Pool(_Step):
     padding: int
     ceil_mode: bool
 
-    def forward(self, state: _State) -> None:
+    def forward(self, state: State) -> None:
         x, size = state.maps[self.source], (self.kernel, self.stride, self.padding)
         if self.average:
             y = F.avg_pool2d(x, *size, ceil_mode=self.ceil_mode, count_include_pad=False)
@@ -131,13 +132,13 @@ class _Subsample(_Step):
     before: int
     after: int
 
-    def forward(self, state: _State) -> None:
+    def forward(self, state: State) -> None:
         x = state.maps[self.source][:, :, ::self.stride, ::self.stride]
         state.maps[self.target] = F.pad(x, (0, 0, 0, 0, self.before, self.after))
 
 
 class _Output(_Step):
-    def forward(self, state: _State) -> None:
+    def forward(self, state: State) -> None:
         state.outputs.append(state.maps[self.source])
 
 

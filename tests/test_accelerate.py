@@ -1,0 +1,281 @@
+"""Accelerated networks equal the masked ones, on every backend and instruction set, whatever the shapes and gates"""
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+
+# isort: split
+import pytest
+import timm
+import torch
+import torch.nn as nn
+from mmengine.config import Config
+from mmengine.registry import DefaultScope
+from mmseg.models.backbones import ResNet
+from mmseg.registry import MODELS
+from mmseg_small import write_config
+from nets import shuffle
+
+from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d
+from timm_gated import accelerate, force_gates, gates, instruction_sets
+from timm_gated.inference import native
+
+ROOT = Path(__file__).parents[1]
+BACKENDS = [('native', isa) for isa in instruction_sets()] + [('torch', None)]
+D8 = dict(dilations=(1, 1, 2, 4), strides=(1, 2, 1, 1), contract_dilation=True)
+
+backends = pytest.mark.parametrize('backend, isa', BACKENDS, ids=lambda value: str(value))
+
+
+def images(count: int = 3, height: int = 64, width: int = 64, channels: int = 3) -> torch.Tensor:
+    return torch.randn(count, channels, height, width, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def check(model: nn.Module, x: torch.Tensor, backend: str, isa=None) -> None:
+    """Same outputs, image by image, and no gate so near to its threshold that rounding could decide."""
+    expected = model(x)
+    assert all(gate.forced is not None or gate.logits.abs().min() > 1e-5 for _, gate in gates(model))
+    fast = accelerate(model, backend, isa)
+    assert fast.backend == backend
+    actual = fast(x)
+    assert type(actual) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        actual, expected = [actual], [expected]
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        scale = theirs.abs().max().clamp(min=1)
+        torch.testing.assert_close(ours / scale, theirs / scale, atol=1e-4, rtol=0)
+
+
+def test_kernels_were_built():
+    assert not native.why_not()
+    assert instruction_sets()[-1] == 'portable'
+
+
+@backends
+@pytest.mark.parametrize('name, size, kwargs', [
+    ('gated_resnet18', (64, 64), {}),
+    ('gated_resnet34', (224, 224), {}),
+    ('gated_resnet50', (97, 130), {}),
+    ('gated_resnet18', (33, 65), {}),
+    ('gated_resnet18', (1, 1), {}),
+    ('gated_resnet50', (75, 61), dict(stem_type='deep', stem_width=32, avg_down=True)),
+    ('gated_resnet18', (64, 64), dict(replace_stem_pool=True)),
+    ('gated_resnet34', (96, 64), dict(output_stride=8)),
+    ('gated_resnet50', (64, 96), dict(output_stride=16, gated_maps=(1,))),
+    ('gated_resnet50', (64, 64), dict(gated_maps=(2,), in_chans=1, num_classes=0)),
+    ('gated_resnet18', (64, 96), dict(features_only=True)),
+    ('gated_resnet50', (64, 64), dict(features_only=True, out_indices=(1, 3), output_stride=8)),
+    ('gated_resnet20', (32, 32), {}),
+    ('gated_resnet20', (19, 37), dict(output_stride=1)),
+    ('gated_resnet20_w10', (32, 32), {}),
+    ('gated_resnet20', (32, 32), dict(features_only=True)),
+    ('resnet18', (64, 64), {}),
+    ('resnet26d', (64, 64), {}),
+    ('cifar_resnet20', (32, 32), {}),
+], ids=lambda value: '-'.join(map(str, value)) if isinstance(value, (tuple, dict)) else None)
+def test_networks(name, size, kwargs, backend, isa):
+    torch.manual_seed(0)
+    model = shuffle(timm.create_model(name, **kwargs)).eval()
+    check(model, images(2, *size, channels=kwargs.get('in_chans', 3)), backend, isa)
+
+
+@backends
+@pytest.mark.parametrize('masks', ['open', 'closed', 'half a network'])
+def test_forced_gates(masks, backend, isa):
+    torch.manual_seed(0)
+    model = shuffle(timm.create_model('gated_resnet50')).eval()
+    if masks == 'half a network':  # blocks all of whose filters are closed beside blocks all of whose are open
+        masks = {name: torch.full((gate.num_gates,), i % 3 > 0) for i, (name, gate) in enumerate(gates(model))}
+    with force_gates(model, masks):
+        check(model, images(), backend, isa)
+
+
+def test_forced_image_by_image_is_refused():
+    model = timm.create_model('gated_resnet20').eval()
+    with force_gates(model, {'layer1.0.gate1': torch.ones(2, 16)}), pytest.raises(ValueError, match='force all images'):
+        accelerate(model)
+
+
+@backends
+@pytest.mark.parametrize('cls, kwargs', [
+    (GatedResNet, dict(depth=18)), (GatedResNetV1c, dict(depth=50, **D8)), (GatedResNetV1d, dict(depth=18, **D8)),
+    (GatedResNet, dict(depth=50, style='caffe', out_indices=(0, 2))), (ResNet, dict(depth=18))])
+def test_backbones_of_mmseg(cls, kwargs, backend, isa):
+    torch.manual_seed(0)
+    model = shuffle(cls(**kwargs))
+    model.eval()  # (which returns nothing in mmseg)
+    check(model, images(2, 63, 80), backend, isa)
+
+
+@pytest.mark.parametrize('backbone', [None, dict(type='TIMMBackbone', model_name='gated_resnet18')])
+def test_segmentor(tmp_path, backbone):
+    config = Config.fromfile(write_config(tmp_path))
+    if backbone is not None:
+        config.model.backbone = dict(**backbone, features_only=True, pretrained=False)
+        config.model.decode_head.update(in_channels=512, in_index=4)
+        config.model.auxiliary_head.update(in_channels=256, in_index=3)
+    torch.manual_seed(0)
+    with DefaultScope.overwrite_default_scope('mmseg'):
+        model = shuffle(MODELS.build(config.model))
+    model.eval()
+    with torch.no_grad():
+        expected = model(images(), mode='tensor')
+        fast = accelerate(model)
+        assert gates(model) and not gates(fast)
+        torch.testing.assert_close(fast(images(), mode='tensor'), expected, atol=1e-4, rtol=1e-4)
+
+
+@backends
+def test_kinds_of_input(backend, isa):
+    torch.manual_seed(0)
+    model = shuffle(timm.create_model('gated_resnet20')).eval()
+    fast = accelerate(model, backend, isa)
+    x = images(4, 32, 32)
+    expected = fast(x)
+    assert not expected.requires_grad and not fast(x.clone().requires_grad_()).requires_grad
+    torch.testing.assert_close(fast(x.to(memory_format=torch.channels_last)), expected)
+    torch.testing.assert_close(fast(x.repeat(1, 1, 2, 1)[:, :, :32]), expected)  # not contiguous
+    torch.testing.assert_close(fast(x[2:3]), expected[2:3])
+    assert fast(x[:0]).shape == (0, 10)
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
+def test_native_computes_in_single_precision_whatever_the_input(dtype):
+    torch.manual_seed(0)
+    fast = accelerate(shuffle(timm.create_model('gated_resnet20', features_only=True)).eval(), 'native')
+    x = images(2, 32, 32).to(dtype)
+    for ours, single in zip(fast(x), fast(x.float()), strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, single.to(dtype))
+
+
+def test_threads_give_the_same_result():
+    torch.manual_seed(0)
+    model = shuffle(timm.create_model('gated_resnet50')).eval()
+    fast = accelerate(model, 'native')
+    alone = fast.forward_features(images(5))
+    try:
+        for threads in (2, 3, 8):
+            torch.set_num_threads(threads)
+            for count in (1, 2, 5):  # by samples, by all threads together, and both
+                assert torch.equal(fast.forward_features(images(5)[:count]), alone[:count])
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_calls_from_several_threads():
+    torch.manual_seed(0)
+    fast = accelerate(shuffle(timm.create_model('gated_resnet20')).eval(), 'native')
+    inputs = [images(1 + i % 3, 32, 24 + i) for i in range(6)]
+    expected = [fast(x) for x in inputs]
+    wrong = []
+
+    def run(index: int) -> None:
+        for _ in range(20):
+            if not torch.equal(fast(inputs[index]), expected[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_memory_is_kept_for_the_last_sizes_only():
+    torch.manual_seed(0)
+    fast = accelerate(shuffle(timm.create_model('gated_resnet20')).eval(), 'native')
+    sizes = [(32, 32 + i) for i in range(6)]
+    first = [fast(images(1, *size)) for size in sizes]
+    assert list(fast.runner._plans) == sizes[-native._MAX_PLANS:]
+    for size, expected in zip(sizes, first, strict=True):
+        assert torch.equal(fast(images(1, *size)), expected)
+
+
+def test_it_is_for_evaluation_only():
+    model = timm.create_model('gated_resnet20')
+    fast = accelerate(model)
+    assert model.training and not fast.training and not fast.eval().training
+    with pytest.raises(ValueError, match='evaluation only'):
+        fast.train()
+    x = images(1, 32, 32)
+    assert torch.equal(copy.deepcopy(fast)(x), fast(x))
+    with pytest.raises(TypeError, match='save the network it was made from'):
+        pickle.dumps(fast.runner)
+
+
+@backends
+def test_network_and_accelerated_network_are_independent(backend, isa):
+    torch.manual_seed(0)
+    model = shuffle(timm.create_model('gated_resnet20')).eval()
+    before = copy.deepcopy(model.state_dict())
+    fast = accelerate(model, backend, isa)
+    expected = fast(images(1, 32, 32))
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert torch.equal(fast(images(1, 32, 32)), expected)
+
+
+@pytest.mark.parametrize('kwargs, message', [
+    (dict(backend='cuda'), "one of auto, native, torch, got 'cuda'"),
+    (dict(isa='sse9'), "no instruction set 'sse9'"),
+    (dict(backend='torch', isa='avx2'), 'an option of the native backend'),
+])
+def test_bad_options(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        accelerate(timm.create_model('gated_resnet20'), **kwargs)
+
+
+@pytest.mark.parametrize('name, kwargs, culprit', [
+    ('seresnet18', {}, 'SEModule'),
+    ('resnext26ts', {}, 'ByobNet'),
+    ('resnext50_32x4d', {}, 'groups=32'),
+    ('resnetblur18', {}, 'BlurPool2d'),
+    ('gated_resnet18', dict(act_layer='gelu'), 'GELU'),
+    ('gated_resnet18', dict(norm_layer='groupnorm'), 'GroupNorm'),
+    ('vit_tiny_patch16_224', {}, 'VisionTransformer'),
+    ('gated_resnet18', dict(features_only=True, feature_cls='getter'), "feature_cls='list'"),
+])
+def test_what_is_not_supported_is_named(name, kwargs, culprit):
+    with pytest.raises(ValueError, match=culprit):
+        accelerate(timm.create_model(name, **kwargs))
+
+
+@pytest.mark.parametrize('x, message', [
+    (torch.zeros(3, 32, 32), r'\[N, 3, H, W\], got \(3, 32, 32\)'),
+    (torch.zeros(1, 1, 32, 32), r'\[N, 3, H, W\], got \(1, 1, 32, 32\)'),
+    (torch.zeros(1, 3, 32, 32, dtype=torch.uint8), 'floating point, got torch.uint8'),
+    (torch.zeros(1, 3, 0, 32), 'images of 0 x 32'),
+    (torch.zeros(1, 3, 32, 32, device='meta'), "on 'meta'"),
+])
+def test_bad_images(x, message):
+    fast = accelerate(timm.create_model('gated_resnet20'), 'native')
+    with pytest.raises(ValueError, match=message):
+        fast(x)
+
+
+def test_without_kernels(monkeypatch):
+    monkeypatch.setattr(native, '_library', None)
+    monkeypatch.setattr(native, '_load_error', 'No module named _native')
+    model = timm.create_model('gated_resnet20')
+    assert accelerate(model).backend == 'torch' and not instruction_sets()
+    with pytest.raises(RuntimeError, match='Install a C compiler'):
+        accelerate(model, 'native')
+
+
+def test_installation_goes_on_without_a_compiler(tmp_path):
+    command = [sys.executable, 'setup.py', '-q', 'build', '--build-base', str(tmp_path), '--force']
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, 'CC': 'false'}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert 'the native kernels of timm-gated were not built' in done.stderr
+    assert not list(tmp_path.rglob('_native*.so')) and list(tmp_path.rglob('gate.py'))

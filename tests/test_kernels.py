@@ -1,0 +1,131 @@
+"""Programs of random shapes on all backends, against convolutions that compute everything and mask"""
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from timm_gated import instruction_sets
+from timm_gated.inference.native import NativeRunner
+from timm_gated.inference.program import Conv, Gate, Output, Pool, Program, Subsample
+from timm_gated.inference.sliced import SlicedRunner
+
+sizes = st.integers(1, 40)
+
+
+def constant_gate(gate: int, channels: int, mask: torch.Tensor) -> Gate:
+    """A gate over map 0 that decides the same for every image."""
+    return Gate(0, gate, torch.zeros(4, channels), torch.zeros(4), torch.zeros(len(mask), 4), mask.float() - 0.5)
+
+
+def run_everywhere(program: Program, x: torch.Tensor, expected: torch.Tensor) -> None:
+    runners = [NativeRunner(program, isa) for isa in instruction_sets()] + [SlicedRunner(program)]
+    scale = expected.abs().max().clamp(min=1e-3)
+    for runner in runners:
+        actual, = runner(x)
+        torch.testing.assert_close(
+            actual / scale, expected / scale, atol=2e-5, rtol=0, msg=getattr(runner, 'isa', 'torch'))
+
+
+@st.composite
+def masks(draw, channels: int) -> torch.Tensor:
+    share = draw(st.sampled_from([0., 0.3, 0.6, 1.]))
+    return torch.rand(channels, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) < share
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data(), height=sizes, width=sizes, kernel=st.sampled_from([1, 2, 3, 3, 3, 5, 7]),
+       stride=st.integers(1, 3), dilation=st.integers(1, 3), relu=st.booleans(), seed=st.integers(0, 10**6))
+def test_gated_convolutions(data, height, width, kernel, stride, dilation, relu, seed):
+    """A convolution under a gate over its outputs, one between two gates, and one with a shortcut."""
+    torch.manual_seed(seed)
+    padding = data.draw(st.integers(0, kernel))
+    if min(height, width) + 2 * padding < dilation * (kernel - 1) + 1:
+        padding = dilation * kernel
+    channels, inner1, inner2 = (data.draw(st.integers(1, most)) for most in (40, 40, 24))
+    mask1, mask2 = data.draw(masks(inner1)), data.draw(masks(inner2))
+    x = torch.randn(2, channels, height, width)
+
+    def weights(out: int, into: int, side: int) -> tuple:
+        return torch.randn(out, into, side, side) / (into * side * side) ** 0.5, torch.randn(out)
+
+    first, second, third = weights(inner1, channels, kernel), weights(inner2, inner1, 3), weights(channels, inner2, 3)
+    shortcut = weights(channels, channels, kernel)
+    window = dict(stride=stride, dilation=dilation, padding=padding)
+    program = Program(channels, [
+        constant_gate(0, channels, mask1),
+        constant_gate(1, channels, mask2),
+        Conv(0, 4, *shortcut, **window),
+        Conv(0, 1, *first, **window, relu=relu, gate_out=0),
+        Conv(1, 2, *second, padding=1, relu=True, gate_in=0, gate_out=1),
+        Conv(2, 3, *third, padding=1, relu=relu, residual=4, gate_in=1),
+        Output(3)], num_maps=5, num_gates=2)
+    y = F.conv2d(x, *first, **window)
+    y = (y.relu() if relu else y) * mask1[:, None, None]
+    y = F.conv2d(y, *second, padding=1).relu() * mask2[:, None, None]
+    y = F.conv2d(y, *third, padding=1) + F.conv2d(x, *shortcut, **window)
+    run_everywhere(program, x, y.relu() if relu else y)
+
+
+@settings(max_examples=60, deadline=None)
+@given(height=sizes, width=sizes, kernel=st.integers(1, 4), stride=st.integers(1, 3), average=st.booleans(),
+       ceil_mode=st.booleans(), data=st.data())
+def test_pooling(height, width, kernel, stride, average, ceil_mode, data):
+    padding = data.draw(st.integers(0, kernel // 2))
+    if min(height, width) + 2 * padding < kernel:
+        height, width = height + kernel, width + kernel
+    x = torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(0))
+    program = Program(3, [Pool(0, 1, average, kernel, stride, padding, ceil_mode), Output(1)], num_maps=2)
+    if average:
+        expected = F.avg_pool2d(x, kernel, stride, padding, ceil_mode, count_include_pad=False)
+    else:
+        expected = F.max_pool2d(x, kernel, stride, padding, ceil_mode=ceil_mode)
+    run_everywhere(program, x, expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(height=sizes, width=sizes, stride=st.integers(1, 3), before=st.integers(0, 5), after=st.integers(0, 5))
+def test_subsampling(height, width, stride, before, after):
+    x = torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(0))
+    program = Program(3, [Subsample(0, 1, stride, before, after), Output(1)], num_maps=2)
+    run_everywhere(program, x, F.pad(x[:, :, ::stride, ::stride], (0, 0, 0, 0, before, after)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(channels=st.integers(1, 70), hidden=st.integers(1, 20), size=st.integers(1, 70), seed=st.integers(0, 10**6))
+def test_gates_decide_from_the_pooled_map(channels, hidden, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, w1, b1, w2, b2, identity = (torch.randn(*shape, generator=generator) for shape in (
+        (3, channels, 6, 7), (hidden, channels), (hidden,), (size, hidden), (size,), (size, channels, 1, 1)))
+    logits = F.linear(F.linear(x.mean((2, 3)), w1, b1).relu(), w2, b2)
+    undecided = logits.abs() < 1e-4
+    ops = [Gate(0, 0, w1, b1, w2, b2), Conv(0, 1, identity, torch.zeros(size), gate_out=0),
+           Conv(1, 2, torch.eye(size)[:, :, None, None], torch.zeros(size), gate_in=0), Output(2)]
+    expected = F.conv2d(x, identity) * (logits > 0)[:, :, None, None]
+    for runner in [*(NativeRunner(Program(channels, ops, 3, 1), isa) for isa in instruction_sets()),
+                   SlicedRunner(Program(channels, ops, 3, 1))]:
+        actual, = runner(x)
+        torch.testing.assert_close(actual[~undecided], expected[~undecided], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize('ops, message', [
+    ([Conv(1, 2, torch.zeros(2, 3, 1, 1), torch.zeros(2)), Output(2)], 'read before it is written'),
+    ([Conv(0, 1, torch.zeros(2, 4, 1, 1), torch.zeros(2)), Output(1)], '4 channels on a map of 3'),
+    ([Conv(0, 1, torch.zeros(2, 3, 9, 9), torch.zeros(2)), Output(1)], 'too small'),
+    ([Conv(0, 1, torch.zeros(2, 3, 1, 1), torch.zeros(2), residual=0), Output(1)], 'a shortcut of 3 x 8 x 8'),
+    ([Conv(0, 0, torch.zeros(3, 3, 1, 1), torch.zeros(3)), Output(0)], 'from buffer 0 to 0'),
+    ([Conv(0, 9, torch.zeros(3, 3, 1, 1), torch.zeros(3)), Output(9)], 'from buffer 0 to 9'),
+    ([Conv(0, 1, torch.zeros(3, 3, 1, 1), torch.zeros(3), gate_out=0), Output(1)], 'under the gates'),
+    ([constant_gate(0, 3, torch.ones(2)), Conv(0, 1, torch.zeros(3, 3, 1, 1), torch.zeros(3), gate_out=0)], 'gates'),
+    ([constant_gate(0, 3, torch.ones(3)), Conv(0, 1, torch.zeros(3, 3, 1, 1), torch.zeros(3), gate_out=0), Output(1)],
+     'holds what gate 0 left open'),
+    ([constant_gate(0, 3, torch.ones(3)), constant_gate(0, 3, torch.ones(3))], 'or twice'),
+    ([constant_gate(5, 3, torch.ones(3))], 'gate 5 of 1'),
+    ([Conv(0, 1, torch.zeros(3, 3, 1, 1), torch.zeros(3), stride=0)], 'stride 0'),
+    ([Conv(0, 1, torch.zeros(3, 3, 1, 1), torch.zeros(3), padding=-1)], 'padding -1'),
+    ([Pool(0, 1, False, 2, 1, 2, False)], 'padding 2'),
+    ([Subsample(0, 1, 0, 0, 0)], 'subsampling by 0'),
+])
+def test_programs_that_make_no_sense_are_refused(ops, message):
+    with pytest.raises(ValueError, match=message):
+        NativeRunner(Program(3, ops, num_maps=3, num_gates=1))(torch.zeros(1, 3, 8, 8))

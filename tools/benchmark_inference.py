@@ -1,0 +1,359 @@
+"""What skipped filters buy: milliseconds of gated networks, and of everything else that one could use
+
+Times, in turns and on this machine, dense ResNets under eager torch, torch.compile, ONNX Runtime and OpenVINO, and
+gated ResNets three ways: masked (all filters computed), `accelerate` with torch slices, and `accelerate` with the
+native kernels. All compute in float32. Without a checkpoint, gated networks have random weights, and gate biases that
+keep a given share of the filters.
+
+Writes the table, a figure and all timings as JSON into --output.
+
+    python tools/benchmark_inference.py --quick
+    python tools/benchmark_inference.py --networks 34 --keep 0.43 1 --batch-sizes 1 --threads 1
+    python tools/benchmark_inference.py --networks 34 --checkpoint model.safetensors --data-dir imagenet
+    python tools/benchmark_inference.py --networks 34 --simulate 16 --device cuda
+"""
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import matplotlib
+import matplotlib.pyplot as plt
+import timm
+import torch
+import torch.nn as nn
+from tqdm import tqdm
+
+from timm_gated import accelerate, count_macs, gates, instruction_sets
+from timm_gated.inference.program import Conv, Program, compile_trunk, trunk
+from timm_gated.inference.sliced import SlicedRunner
+
+Run = Callable[[], Any]
+DENSE_RUNTIMES = ('eager', 'compile', 'onnxruntime', 'openvino')
+GATED_RUNTIMES = ('masked', 'torch', 'native')
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+    network: str
+    runtime: str
+    keep: Optional[float]  # share of the filters that gates keep; None for dense networks, or as trained
+    batch_size: int
+    threads: int
+    gmacs: float  # of an image
+    times: List[float] = field(default_factory=list)  # milliseconds of a batch
+
+    @property
+    def ms(self) -> float:
+        return statistics.median(self.times)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles."""
+        quartiles = statistics.quantiles(self.times, n=4) if len(self.times) > 1 else [0., 0., 0.]
+        return (quartiles[2] - quartiles[0]) / 2
+
+    @property
+    def is_dense(self) -> bool:
+        return self.runtime in DENSE_RUNTIMES
+
+
+@torch.no_grad()
+def keep_filters(model: nn.Module, share: float) -> nn.Module:
+    """Set the biases of gates so that each keeps this share of its filters, at random, for every image. In place."""
+    generator = torch.Generator().manual_seed(0)
+    for _, gate in gates(model):
+        order = torch.randperm(gate.num_gates, generator=generator)
+        gate.fc2.weight.zero_()
+        gate.fc2.bias.fill_(-1.)
+        gate.fc2.bias[order[:round(share * gate.num_gates)]] = 1.
+    return model
+
+
+def prepare_onnx(model: nn.Module, x: torch.Tensor, folder: Path) -> str:
+    path = folder / f'{id(model)}-{x.shape[0]}.onnx'
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        torch.onnx.export(model, (x,), str(path), dynamo=True, verbose=False)
+    return str(path)
+
+
+def prepare(model: nn.Module, runtime: str, x: torch.Tensor, threads: int, folder: Path) -> Run:
+    """A function that runs a batch."""
+    if runtime in ('eager', 'masked'):
+        return lambda: model(x)
+    if runtime == 'compile':
+        compiled = torch.compile(model)
+        return lambda: compiled(x)
+    if runtime in ('torch', 'native'):
+        fast = accelerate(model, runtime)
+        return lambda: fast(x)
+    path, images = prepare_onnx(model, x, folder), x.numpy()
+    if runtime == 'onnxruntime':
+        import onnxruntime
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        session = onnxruntime.InferenceSession(path, options, providers=['CPUExecutionProvider'])
+        name = session.get_inputs()[0].name
+        return lambda: session.run(None, {name: images})
+    import openvino
+    request = openvino.Core().compile_model(path, 'CPU', {
+        'INFERENCE_NUM_THREADS': threads, 'PERFORMANCE_HINT': 'LATENCY' if len(x) == 1 else 'THROUGHPUT',
+        'INFERENCE_PRECISION_HINT': 'f32'}).create_infer_request()
+    return lambda: request.infer({0: images})
+
+
+def time_in_turns(sides: Sequence[Tuple[Row, Run]], rounds: int) -> None:
+    """Time all sides once in every round; the first round warms up."""
+    for index in tqdm(range(rounds + 1), desc='rounds', leave=False):
+        for row, run in sides:
+            start = time.perf_counter()
+            run()
+            if index:
+                row.times.append(1e3 * (time.perf_counter() - start))
+
+
+def load_images(args: argparse.Namespace, model: nn.Module, count: int) -> torch.Tensor:
+    """Images of the data set, or noise."""
+    if args.data_dir is None:
+        return torch.randn(count, 3, args.img_size, args.img_size, generator=torch.Generator().manual_seed(0))
+    config = timm.data.resolve_data_config({'input_size': (3, args.img_size, args.img_size)}, model=model)
+    dataset = timm.data.create_dataset('', args.data_dir, split='validation')
+    transform = timm.data.create_transform(**config)
+    step = max(1, len(dataset) // count)
+    return torch.stack([transform(dataset[i * step % len(dataset)][0]) for i in range(count)])
+
+
+def gated_networks(args: argparse.Namespace, depth: int) -> Iterator[Tuple[Optional[float], nn.Module]]:
+    """The gated network as it was trained, or with each share of its filters kept."""
+    if args.checkpoint is not None:
+        yield None, timm.create_model(f'gated_resnet{depth}', checkpoint_path=args.checkpoint).eval()
+        return
+    for share in args.keep:
+        torch.manual_seed(0)
+        yield share, keep_filters(timm.create_model(f'gated_resnet{depth}'), share).eval()
+
+
+@torch.inference_mode()
+def benchmark(args: argparse.Namespace, folder: Path) -> List[Row]:
+    rows: List[Row] = []
+    settings = [(batch_size, threads) for batch_size in args.batch_sizes for threads in args.threads]
+    progress = tqdm(total=len(settings) * len(args.networks), desc='settings', unit='')
+    for batch_size, threads in settings:
+        torch.set_num_threads(threads)
+        rounds = args.rounds if batch_size == 1 else max(3, args.rounds // 4)
+        for depth in args.networks:
+            sides: List[Tuple[Row, Run]] = []
+            torch.manual_seed(0)
+            dense = timm.create_model(f'resnet{depth}').eval()
+            x = load_images(args, dense, batch_size)
+            macs = count_macs(dense, x[:1]).dense / 1e9
+            for runtime in args.dense_runtimes:
+                run = prepare(dense, runtime, x, threads, folder)
+                sides.append((Row(f'resnet{depth}', runtime, None, batch_size, threads, macs), run))
+            for keep, gated in gated_networks(args, depth):
+                macs = count_macs(gated, x).per_sample.double().mean().item() / 1e9
+                for runtime in GATED_RUNTIMES:
+                    run = prepare(gated, runtime, x, threads, folder)
+                    sides.append((Row(f'gated_resnet{depth}', runtime, keep, batch_size, threads, macs), run))
+            time_in_turns(sides, rounds)
+            rows.extend(row for row, _ in sides)
+            progress.update()
+    progress.close()
+    return rows
+
+
+def fastest_dense(rows: Sequence[Row], like: Row, depth: str) -> Optional[Row]:
+    """The fastest dense runtime of a ResNet, in the same setting."""
+    found = [row for row in rows if row.is_dense and row.network == f'resnet{depth}'
+             and (row.batch_size, row.threads) == (like.batch_size, like.threads)]
+    return min(found, key=lambda row: row.ms, default=None)
+
+
+def columns(rows: Sequence[Row], row: Row) -> List[str]:
+    """What the table says of a row."""
+    depth = row.network.rsplit('resnet', 1)[1]
+    ratios = []
+    for against in (depth, '18'):
+        best = fastest_dense(rows, row, against)
+        ratios.append(f'{row.ms / best.ms:.2f}' if best else '')
+    whole = next((other for other in rows if other.keep == 1. and (
+        other.network, other.runtime, other.batch_size, other.threads) == (
+        row.network, row.runtime, row.batch_size, row.threads)), None)
+    became_time = ''
+    if whole is not None and row is not whole and row.keep is not None:
+        became_time = f'{100 * (1 - row.ms / whole.ms) / (1 - row.gmacs / whole.gmacs):.0f} %'
+    filters = '' if row.is_dense else 'as trained' if row.keep is None else f'{100 * row.keep:.0f} %'
+    return [row.network, row.runtime, filters, f'{row.gmacs:.2f}', f'{row.ms:.1f}', f'± {row.spread:.1f}',
+            f'{1e3 * row.batch_size / row.ms:.1f}', *ratios, became_time]
+
+
+HEADER = ['network', 'runtime', 'filters kept', 'GMACs', 'ms', '', 'images/s', '× fastest dense', '× dense ResNet-18',
+          'of MACs saved, time saved']
+
+
+def table(rows: Sequence[Row]) -> str:
+    """All rows, by setting."""
+    text = []
+    for setting in dict.fromkeys((row.batch_size, row.threads) for row in rows):
+        some = [row for row in rows if (row.batch_size, row.threads) == setting]
+        cells = [HEADER, *(columns(rows, row) for row in some)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ['  '.join(map(str.ljust, line, widths)).rstrip() for line in cells]
+        text.append(f'batch {setting[0]}, {setting[1]} thread{"s" if setting[1] > 1 else ""}')
+        text.extend([lines[0], '-' * max(map(len, lines)), *lines[1:], ''])
+    return '\n'.join(text)
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Milliseconds of an image against its MACs, a panel for each setting."""
+    settings = list(dict.fromkeys((row.batch_size, row.threads) for row in rows))
+    fig, axes = plt.subplots(
+        1, len(settings), figsize=(5.2 * len(settings), 4.4), squeeze=False, layout='constrained')
+    for axis, setting in zip(axes[0], settings, strict=True):
+        lines: Dict[Tuple[str, str], List[Row]] = {}
+        for row in rows:
+            if (row.batch_size, row.threads) == setting:
+                lines.setdefault((row.runtime, row.network), []).append(row)
+        runtimes = list(dict.fromkeys(runtime for runtime, _ in lines))
+        labelled = set()
+        for (runtime, _), line in lines.items():
+            line = sorted(line, key=lambda row: row.gmacs)
+            axis.plot(
+                [row.gmacs for row in line], [row.ms / row.batch_size for row in line],
+                's' if line[0].is_dense else 'o-', color=f'C{runtimes.index(runtime)}',
+                label=None if runtime in labelled else runtime)
+            labelled.add(runtime)
+        axis.set(
+            xlabel='GMACs of an image', ylabel='ms of an image', ylim=(0, None), xlim=(0, None),
+            title=f'batch {setting[0]}, {setting[1]} thread{"s" if setting[1] > 1 else ""}')
+        axis.grid(alpha=0.3)
+    axes[0][0].legend(frameon=False, title='dense (squares), gated (lines)', fontsize='small')
+    fig.savefig(path, dpi=150)
+    plt.close(fig)
+
+
+def fix_gates(program: Program, opened: Dict[int, torch.Tensor]) -> Program:
+    """The program of the sparse network that one image sees: open filters only. Its gates still run."""
+    ops: List[Any] = []
+    for op in program.ops:
+        if isinstance(op, Conv):
+            weight, bias = op.weight, op.bias
+            if op.gate_out is not None:
+                weight, bias = weight[opened[op.gate_out]], bias[opened[op.gate_out]]
+            if op.gate_in is not None:
+                weight = weight[:, opened[op.gate_in]]
+            op = Conv(**{**vars(op), 'weight': weight, 'bias': bias, 'gate_in': None, 'gate_out': None})
+        ops.append(op)
+    return Program(program.in_channels, ops, program.num_maps, program.num_gates)
+
+
+@torch.inference_mode()
+def simulate(args: argparse.Namespace) -> List[Row]:
+    """The paper's simulation of batched kernels: for each image, the sparse network of its gate pattern on a batch.
+
+    Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
+    """
+    device = torch.device(args.device)
+
+    def milliseconds(run: Run) -> float:
+        times = []
+        for _ in range(args.rounds + 1):
+            start = time.perf_counter()
+            run()
+            if device.type == 'cuda':
+                torch.cuda.synchronize(device)
+            times.append(1e3 * (time.perf_counter() - start))
+        return statistics.median(times[1:])
+
+    rows, batch_size = [], args.simulate_batch_size
+    for depth in args.networks:
+        dense = timm.create_model(f'resnet{depth}').eval().to(device)
+        images = load_images(args, dense, args.simulate)
+        batch = images[:1].expand(batch_size, -1, -1, -1).to(device)
+        macs = count_macs(dense, batch[:1]).dense / 1e9
+        rows.append(Row(f'resnet{depth}', 'eager', None, batch_size, torch.get_num_threads(), macs,
+                        [milliseconds(lambda dense=dense, batch=batch: dense(batch))]))
+        for keep, gated in gated_networks(args, depth):
+            program = compile_trunk(trunk(gated).modules)
+            runner = SlicedRunner(program)
+            times = []
+            for image in tqdm(images, desc=f'gated_resnet{depth}, image by image', leave=False):
+                opened = runner.run_together(image[None]).opened
+                sparse = SlicedRunner(fix_gates(program, opened)).to(device)
+                times.append(milliseconds(lambda sparse=sparse, batch=batch: sparse.run_together(batch)))
+            macs = count_macs(gated, images).per_sample.double().mean().item() / 1e9
+            rows.append(Row(
+                f'gated_resnet{depth}', 'simulated', keep, batch_size, torch.get_num_threads(), macs, times))
+    return rows
+
+
+def machine() -> Dict[str, Any]:
+    """What the figures were measured on."""
+    cpu = platform.processor()
+    if Path('/proc/cpuinfo').exists():
+        names = [line.split(':', 1)[1].strip() for line in Path('/proc/cpuinfo').read_text().splitlines()
+                 if line.startswith('model name')]
+        cpu = names[0] if names else cpu
+    versions = {name: importlib.metadata.version(name) for name in ('torch', 'timm', 'onnxruntime', 'openvino')}
+    return dict(cpu=cpu, cores=os.cpu_count(), kernels=(instruction_sets() or [None])[0], **versions)
+
+
+def main(argv: Optional[List[str]] = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--quick', action='store_true', help='a few of all these, within three minutes')
+    parser.add_argument('--networks', type=int, nargs='+', default=[18, 34, 50], choices=(18, 34, 50, 101, 152))
+    parser.add_argument('--keep', type=float, nargs='+', default=[0.25, 0.43, 0.55, 0.75, 1.],
+                        help='shares of the filters that gates keep (default: 0.25 0.43 0.55 0.75 1)')
+    parser.add_argument('--batch-sizes', type=int, nargs='+', default=[1, 32])
+    parser.add_argument('--threads', type=int, nargs='+', help='numbers of threads (default: one, and all)')
+    parser.add_argument('--dense-runtimes', nargs='+', default=list(DENSE_RUNTIMES), choices=DENSE_RUNTIMES)
+    parser.add_argument('--img-size', type=int, default=224)
+    parser.add_argument('--rounds', type=int, default=21, help='timed rounds at batch 1, or four times as many as at '
+                        'other batch sizes (default: 21)')
+    parser.add_argument('--checkpoint', help='weights of a trained gated network; needs one of --networks')
+    parser.add_argument('--data-dir', help='image folder to take images from, instead of noise')
+    parser.add_argument('--simulate', type=int, metavar='IMAGES',
+                        help="the paper's simulation of a batched kernel instead: sparse networks of so many images")
+    parser.add_argument('--simulate-batch-size', type=int, default=128, help='default: 128, as in the paper')
+    parser.add_argument('--device', default='cpu', help='of the simulation (default: cpu)')
+    parser.add_argument('--output', type=Path, default=Path('output/bench'), help='folder for the results')
+    args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f'--rounds must be at least 1, got {args.rounds}.')
+    if not all(0 <= share <= 1 for share in args.keep):
+        parser.error(f'--keep takes shares between 0 and 1, got {args.keep}.')
+    if args.checkpoint is not None and len(args.networks) != 1:
+        parser.error('--checkpoint is of one network: say which, as in --networks 34.')
+    if args.threads is None:
+        args.threads = sorted({1, torch.get_num_threads()})
+    if args.quick:
+        args.keep, args.batch_sizes, args.rounds = [0.43, 0.55, 1.], [1], 7
+        args.dense_runtimes = [runtime for runtime in args.dense_runtimes if runtime != 'compile']
+    matplotlib.use('Agg')
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.output) as scratch:
+        folder = Path(scratch)
+        rows = simulate(args) if args.simulate is not None else benchmark(args, folder)
+        summary = f'{", ".join(f"{key} {value}" for key, value in machine().items())}\n\n{table(rows)}'
+        (folder / 'table.txt').write_text(summary)
+        (folder / 'results.json').write_text(json.dumps(
+            dict(machine=machine(), rows=[dict(asdict(row), ms=row.ms) for row in rows]), indent=1))
+        plot(rows, folder / 'speed.png')
+        for name in ('table.txt', 'results.json', 'speed.png'):
+            os.replace(folder / name, args.output / name)
+    print(f'{summary}\nFigure and timings: {args.output}')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,47 @@
+"""Run the tests of the native kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+
+Builds the kernels with both into a copy of the package in a temporary folder, and runs tests/test_kernels.py and the
+tests of whole networks on it. Any report of a sanitizer ends the run.
+"""
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ('test_kernels.py', 'test_accelerate.py')
+
+
+def main() -> int:
+    compiler = os.environ.get('CC', 'gcc')
+    with tempfile.TemporaryDirectory() as scratch:
+        package = Path(scratch) / 'timm_gated'
+        shutil.copytree(ROOT / 'timm_gated', package, ignore=shutil.ignore_patterns('*.so', '__pycache__'))
+        library = package / f'_native{sysconfig.get_config_var("EXT_SUFFIX")}'
+        sources = map(str, sorted((package / 'csrc').glob('*.c')))
+        subprocess.run([
+            compiler, '-std=gnu11', '-O1', '-g', '-fno-omit-frame-pointer', '-fsanitize=address,undefined',
+            '-fno-sanitize-recover=undefined', '-fopenmp', '-shared', '-fPIC', '-Wall', '-Wextra', '-Werror',
+            f'-I{sysconfig.get_path("include")}', *sources, '-o', str(library)], check=True)
+        runtime = subprocess.run(
+            [compiler, '-print-file-name=libasan.so'], check=True, capture_output=True, text=True).stdout.strip()
+        environment = {
+            **os.environ,
+            'LD_PRELOAD': runtime,
+            # Python and torch keep memory until the end on purpose
+            'ASAN_OPTIONS': 'detect_leaks=0:abort_on_error=1',
+            'UBSAN_OPTIONS': 'print_stacktrace=1',
+            'PYTHONPATH': f'{scratch}{os.pathsep}{ROOT}',
+        }
+        # From the temporary folder, so that the copy of the package is the one imported.
+        tests = [str(ROOT / 'tests' / name) for name in TESTS]
+        command = [sys.executable, '-m', 'pytest', '-c', str(ROOT / 'pyproject.toml'), '--rootdir', str(ROOT), '-p',
+                   'no:cacheprovider', '-k', 'not without_a_compiler', *tests]
+        return subprocess.run(command, cwd=scratch, env=environment).returncode
+
+
+if __name__ == '__main__':
+    sys.exit(main())
