@@ -1,5 +1,5 @@
-/* The kernels for avx2. */
-#if defined(__x86_64__) || defined(_M_X64)
+/* The kernels for AVX2 with FMA. */
+#if defined(__x86_64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
 #else

@@ -1,9 +1,9 @@
-/* The kernels for avx512. */
-#if defined(__x86_64__) || defined(_M_X64)
+/* The kernels for AVX-512. */
+#if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512vl,avx512bw,avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
 #else
-#pragma GCC target("avx512f,avx512dq,avx512vl,avx512bw,avx2,fma")
+#pragma GCC target("avx512f,avx512dq,avx512vl,avx2,fma")
 #endif
 #define ISA "avx512"
 #define LANES 16

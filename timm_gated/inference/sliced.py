@@ -74,18 +74,12 @@ class _Conv(_Step):
     gate_in: Optional[int]
     gate_out: Optional[int]
 
-    def __init__(self, op: Op) -> None:
-        super().__init__(op)
-        if self.gate_in is not None and self.gate_out is None:
-            # Open inputs are then picked as whole runs of memory.
-            self.weight = self.weight.transpose(0, 1).contiguous().transpose(0, 1)
-
     def forward(self, state: State) -> None:
         weight, bias = self.weight, self.bias
-        if self.gate_out is not None:
-            weight, bias = weight[state.opened[self.gate_out]], bias[state.opened[self.gate_out]]
+        if self.gate_out is not None:  # (index_select copies whole runs of memory, which indexing does not)
+            weight, bias = (tensor.index_select(0, state.opened[self.gate_out]) for tensor in (weight, bias))
         if self.gate_in is not None:
-            weight = weight[:, state.opened[self.gate_in]]
+            weight = weight.index_select(1, state.opened[self.gate_in])
         x = state.maps[self.source]
         if weight.shape[0] and weight.shape[1]:
             y = F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation)
