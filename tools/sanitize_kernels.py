@@ -36,7 +36,9 @@ def main() -> int:
             'UBSAN_OPTIONS': 'print_stacktrace=1',
             'PYTHONPATH': f'{scratch}{os.pathsep}{ROOT}',
         }
-        # From the temporary folder, so that the copy of the package is the one imported.
+        # From the temporary folder, so that the copy of the package is the one imported. Make sure of it.
+        check = f'import timm_gated._native as m; assert m.__file__ == {str(library)!r}, m.__file__'
+        subprocess.run([sys.executable, '-c', check], cwd=scratch, env=environment, check=True)
         tests = [str(ROOT / 'tests' / name) for name in TESTS]
         command = [sys.executable, '-m', 'pytest', '-c', str(ROOT / 'pyproject.toml'), '--rootdir', str(ROOT), '-p',
                    'no:cacheprovider', '-k', 'not without_a_compiler', *tests]

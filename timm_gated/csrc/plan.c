@@ -1,6 +1,9 @@
 /* Planning: the shapes of all maps for one size of images, an algorithm for each convolution, and the memory it takes. */
 #include <stdlib.h>
 #include <string.h>
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 #include "network.h"
 
@@ -281,17 +284,17 @@ API int tg_plan_output(const plan_t *plan, int index, int size[3]) {
     return 0;
 }
 
-API void tg_workspace_free(workspace_t *workspace) {
-    if (!workspace)
-        return;
-    release(workspace->memory);
-    free(workspace);
-}
-
-/* Take the next part of a block of memory, or only count it while there is none yet. */
+/* Take the next part of a block of memory, or only count it while there is none yet. AddressSanitizer gets a gap that
+ * it watches after each part. */
 static void *take(char *memory, size_t *used, size_t bytes) {
-    void *part = memory ? memory + *used : NULL;
-    *used += (bytes + 63) / 64 * 64;
+    char *part = memory ? memory + *used : NULL;
+    size_t size = (bytes + 63) / 64 * 64;
+#if defined(__SANITIZE_ADDRESS__)
+    if (part)
+        ASAN_POISON_MEMORY_REGION(part + bytes, size + 256 - bytes);
+    size += 256;
+#endif
+    *used += size;
     return part;
 }
 
@@ -334,6 +337,17 @@ static size_t lay_out(workspace_t *workspace, char *memory) {
     workspace->samples = samples;
     workspace->threads = threads;
     return used;
+}
+
+API void tg_workspace_free(workspace_t *workspace) {
+    if (!workspace)
+        return;
+#if defined(__SANITIZE_ADDRESS__)
+    if (workspace->memory)
+        ASAN_UNPOISON_MEMORY_REGION(workspace->memory, lay_out(workspace, NULL));
+#endif
+    release(workspace->memory);
+    free(workspace);
 }
 
 /* Memory for a plan: for so many samples at a time, and so many threads. Not for two calls at once. */
