@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from timm_gated.blocks import GatedConvs, check_maps
 from timm_gated.gate import ChannelGate, apply_gate
 from timm_gated.gated_net import check_incoming
-from timm_gated.inference.program import Trunk, trunk
+from timm_gated.inference.program import Trunk, register_forward, trunk
 
 __all__ = ['GatedResNet', 'GatedResNetV1c', 'GatedResNetV1d']
 
@@ -151,6 +151,10 @@ class GatedResNetV1d(GatedResNet):
 
     def __init__(self, **kwargs) -> None:
         super().__init__(deep_stem=True, avg_down=True, **kwargs)
+
+
+for _cls in (ResNet, BasicBlock, Bottleneck, _GatedBlock):
+    register_forward(_cls)
 
 
 @trunk.register

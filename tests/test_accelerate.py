@@ -1,5 +1,6 @@
 """Accelerated networks equal the masked ones, on every backend and instruction set, whatever the shapes and gates"""
 import copy
+import gc
 import os
 import pickle
 import subprocess
@@ -20,6 +21,7 @@ from mmseg.models.backbones import ResNet
 from mmseg.registry import MODELS
 from mmseg_small import write_config
 from nets import shuffle
+from timm.models.resnet import ResNet as ResNetOfTimm
 
 from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d
 from timm_gated import accelerate, force_gates, gates, instruction_sets
@@ -156,24 +158,64 @@ def test_native_computes_in_single_precision_whatever_the_input(dtype):
         torch.testing.assert_close(ours, single.to(dtype))
 
 
-def test_threads_give_the_same_result():
+@pytest.mark.parametrize('isa', instruction_sets())
+@pytest.mark.parametrize('name, count, size', [
+    ('gated_resnet50', 5, 64), ('gated_resnet34', 1, 224), ('gated_resnet50', 1, 224)])
+def test_threads_give_the_same_result(name, count, size, isa):
     torch.manual_seed(0)
-    model = shuffle(timm.create_model('gated_resnet50')).eval()
-    fast = accelerate(model, 'native')
-    alone = fast.forward_features(images(5))
+    fast = accelerate(shuffle(timm.create_model(name)).eval(), 'native', isa)
+    x = images(count, size, size)
+    alone = fast.forward_features(x)
     try:
         for threads in (2, 3, 8):
             torch.set_num_threads(threads)
-            for count in (1, 2, 5):  # by samples, by all threads together, and both
-                assert torch.equal(fast.forward_features(images(5)[:count]), alone[:count])
+            for some in {1, min(2, count), count}:  # by all threads together, by samples, and both
+                assert torch.equal(fast.forward_features(x[:some]), alone[:some])
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float64])
+def test_native_minds_no_default_dtype(dtype):
+    torch.manual_seed(0)
+    fast = accelerate(shuffle(timm.create_model('gated_resnet20')).eval(), 'native')
+    x = images(2, 32, 32)
+    expected = fast.forward_features(x)
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(fast.forward_features(x), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@backends
+def test_closed_filters_are_not_computed(backend, isa):
+    """What is never read can hold anything."""
+    torch.manual_seed(0)
+    model = shuffle(timm.create_model('gated_resnet50')).eval()
+    masks = {name: torch.arange(gate.num_gates) % 3 > 0 for name, gate in gates(model)}
+    with force_gates(model, masks):
+        expected = model(images())
+        for name, mask in masks.items():
+            block, index, closed = model.get_submodule(name.rpartition('.')[0]), int(name[-1]), ~mask
+            getattr(block, f'conv{index}').weight.data[closed] = torch.nan
+            getattr(block, f'conv{index + 1}').weight.data[:, closed] = torch.nan
+        torch.testing.assert_close(accelerate(model, backend, isa)(images()), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_garbage_collection_in_any_order():
+    fast = accelerate(timm.create_model('gated_resnet20'), 'native')
+    fast(images(1, 32, 32))
+    cycle = {'fast': fast}
+    cycle['itself'] = cycle
+    del fast, cycle
+    gc.collect()
 
 
 def test_calls_from_several_threads():
     torch.manual_seed(0)
     fast = accelerate(shuffle(timm.create_model('gated_resnet20')).eval(), 'native')
-    inputs = [images(1 + i % 3, 32, 24 + i) for i in range(6)]
+    inputs = [images(1 + i % 3, 32, 24 + i % 2) for i in range(6)]  # of two sizes: some calls share a plan
     expected = [fast(x) for x in inputs]
     wrong = []
 
@@ -209,7 +251,10 @@ def test_it_is_for_evaluation_only():
     x = images(1, 32, 32)
     assert torch.equal(copy.deepcopy(fast)(x), fast(x))
     with pytest.raises(TypeError, match='save the network it was made from'):
-        pickle.dumps(fast.runner)
+        pickle.dumps(fast)
+    with pytest.raises(ValueError, match='cannot be traced'):
+        torch.jit.trace(fast, x)
+    torch.testing.assert_close(torch.compile(fast)(x), fast(x))
 
 
 @backends
@@ -227,7 +272,7 @@ def test_network_and_accelerated_network_are_independent(backend, isa):
 
 @pytest.mark.parametrize('kwargs, message', [
     (dict(backend='cuda'), "one of auto, native, torch, got 'cuda'"),
-    (dict(isa='sse9'), "no instruction set 'sse9'"),
+    (dict(isa='sse9', backend='native'), "no instruction set 'sse9'"),
     (dict(backend='torch', isa='avx2'), 'an option of the native backend'),
 ])
 def test_bad_options(kwargs, message):
@@ -237,6 +282,8 @@ def test_bad_options(kwargs, message):
 
 @pytest.mark.parametrize('name, kwargs, culprit', [
     ('seresnet18', {}, 'SEModule'),
+    ('legacy_seresnet18', dict(features_only=True), 'SEResNetBlock'),
+    ('skresnet18', {}, 'SelectiveKernelBasic'),
     ('resnext26ts', {}, 'ByobNet'),
     ('resnext50_32x4d', {}, 'groups=32'),
     ('resnetblur18', {}, 'BlurPool2d'),
@@ -261,6 +308,20 @@ def test_bad_images(x, message):
     fast = accelerate(timm.create_model('gated_resnet20'), 'native')
     with pytest.raises(ValueError, match=message):
         fast(x)
+
+
+class Halved(ResNetOfTimm):
+    def forward_features(self, x):
+        return super().forward_features(x) / 2
+
+
+def test_networks_that_override_the_forward_pass_are_refused():
+    with pytest.raises(ValueError, match='overrides the forward pass'):
+        accelerate(Halved(timm.models.resnet.BasicBlock, (1, 1, 1, 1)))
+    model = timm.create_model('resnet18')
+    model.layer1[0].__class__ = type('Other', (timm.models.resnet.BasicBlock,), {'forward': lambda self, x: x})
+    with pytest.raises(ValueError, match='forward pass is not known'):
+        accelerate(model)
 
 
 def test_without_kernels(monkeypatch):

@@ -13,10 +13,12 @@ Writes the table, a figure and all timings as JSON into --output.
     python tools/benchmark_inference.py --networks 34 --simulate 16 --device cuda
 """
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
+import random
 import statistics
 import tempfile
 import time
@@ -92,7 +94,8 @@ def prepare(model: nn.Module, runtime: str, x: torch.Tensor, threads: int, folde
     if runtime in ('eager', 'masked'):
         return lambda: model(x)
     if runtime == 'compile':
-        compiled = torch.compile(model)
+        torch._dynamo.reset()  # beyond a number of variants it would run eagerly
+        compiled = torch.compile(model, dynamic=False)
         return lambda: compiled(x)
     if runtime in ('torch', 'native'):
         fast = accelerate(model, runtime)
@@ -104,18 +107,31 @@ def prepare(model: nn.Module, runtime: str, x: torch.Tensor, threads: int, folde
         options.intra_op_num_threads = threads
         session = onnxruntime.InferenceSession(path, options, providers=['CPUExecutionProvider'])
         name = session.get_inputs()[0].name
-        return lambda: session.run(None, {name: images})
+        return lambda: session.run(None, {name: images})[0]
     import openvino
     request = openvino.Core().compile_model(path, 'CPU', {
-        'INFERENCE_NUM_THREADS': threads, 'PERFORMANCE_HINT': 'LATENCY' if len(x) == 1 else 'THROUGHPUT',
+        # for throughput, OpenVINO would want several requests at a time and give each one thread
+        'INFERENCE_NUM_THREADS': threads, 'PERFORMANCE_HINT': 'LATENCY',
         'INFERENCE_PRECISION_HINT': 'f32'}).create_infer_request()
-    return lambda: request.infer({0: images})
+    return lambda: request.infer({0: images}, share_inputs=True, share_outputs=True)[0]
+
+
+def check_outputs(sides: Sequence[Tuple[Row, Run]]) -> None:
+    """All runtimes of a network agree."""
+    expected: Dict[Any, torch.Tensor] = {}
+    for row, run in sides:
+        output = torch.as_tensor(run())
+        first = expected.setdefault((row.network, row.keep), output.clone())
+        torch.testing.assert_close(
+            output, first, atol=1e-3 * first.abs().max().item(), rtol=0,
+            msg=lambda text, row=row: f'{row.network} under {row.runtime} computes something else: {text}')
 
 
 def time_in_turns(sides: Sequence[Tuple[Row, Run]], rounds: int) -> None:
-    """Time all sides once in every round; the first round warms up."""
+    """Time all sides once in every round, in an order of its own; the first round warms up."""
+    order = random.Random(0)
     for index in tqdm(range(rounds + 1), desc='rounds', leave=False):
-        for row, run in sides:
+        for row, run in order.sample(sides, len(sides)):
             time.sleep(0.02)  # idle threads of the last runtime wait actively for a while: not at the cost of this one
             start = time.perf_counter()
             run()
@@ -141,7 +157,7 @@ def gated_networks(args: argparse.Namespace, depth: int) -> Iterator[Tuple[Optio
         return
     for share in args.keep:
         torch.manual_seed(0)
-        yield share, keep_filters(timm.create_model(f'gated_resnet{depth}'), share).eval()
+        yield share, keep_filters(timm.create_model(f'gated_resnet{depth}', zero_init_last=False), share).eval()
 
 
 @torch.inference_mode()
@@ -151,21 +167,24 @@ def benchmark(args: argparse.Namespace, folder: Path) -> List[Row]:
     progress = tqdm(total=len(settings) * len(args.networks), desc='settings', unit='')
     for batch_size, threads in settings:
         torch.set_num_threads(threads)
-        rounds = args.rounds if batch_size == 1 else max(3, args.rounds // 4)
+        rounds = args.rounds if batch_size == 1 else max(5, args.rounds // 4)
         for depth in args.networks:
             sides: List[Tuple[Row, Run]] = []
             torch.manual_seed(0)
-            dense = timm.create_model(f'resnet{depth}').eval()
+            # (zero initialisation of the last norms would leave convolutions of zeros)
+            dense = timm.create_model(f'resnet{depth}', zero_init_last=False).eval()
             x = load_images(args, dense, batch_size)
-            macs = count_macs(dense, x[:1]).dense / 1e9
+            dense_macs = count_macs(dense, x[:1]).dense / 1e9
             for runtime in args.dense_runtimes:
                 run = prepare(dense, runtime, x, threads, folder)
-                sides.append((Row(f'resnet{depth}', runtime, None, batch_size, threads, macs), run))
+                sides.append((Row(f'resnet{depth}', runtime, None, batch_size, threads, dense_macs), run))
             for keep, gated in gated_networks(args, depth):
                 macs = count_macs(gated, x).per_sample.double().mean().item() / 1e9
                 for runtime in GATED_RUNTIMES:
                     run = prepare(gated, runtime, x, threads, folder)
-                    sides.append((Row(f'gated_resnet{depth}', runtime, keep, batch_size, threads, macs), run))
+                    computed = dense_macs if runtime == 'masked' else macs
+                    sides.append((Row(f'gated_resnet{depth}', runtime, keep, batch_size, threads, computed), run))
+            check_outputs(sides)
             time_in_turns(sides, rounds)
             rows.extend(row for row, _ in sides)
             progress.update()
@@ -191,7 +210,7 @@ def columns(rows: Sequence[Row], row: Row) -> List[str]:
         other.network, other.runtime, other.batch_size, other.threads) == (
         row.network, row.runtime, row.batch_size, row.threads)), None)
     became_time = ''
-    if whole is not None and row is not whole and row.keep is not None:
+    if whole is not None and row.gmacs < whole.gmacs:
         became_time = f'{100 * (1 - row.ms / whole.ms) / (1 - row.gmacs / whole.gmacs):.0f} %'
     filters = '' if row.is_dense else 'as trained' if row.keep is None else f'{100 * row.keep:.0f} %'
     return [row.network, row.runtime, filters, f'{row.gmacs:.2f}', f'{row.ms:.1f}', f'± {row.spread:.1f}',
@@ -200,6 +219,12 @@ def columns(rows: Sequence[Row], row: Row) -> List[str]:
 
 HEADER = ['network', 'runtime', 'filters kept', 'GMACs', 'ms', '', 'images/s', '× fastest dense', '× dense ResNet-18',
           'of MACs saved, time saved']
+
+
+LEGEND = """ms: median of a batch, ± half the distance of its quartiles.
+GMACs: what is computed for an image (masked: everything).
+× fastest dense: over the fastest dense runtime of the same depth, batch size and threads.
+of MACs saved, time saved: share of the MACs saved, against the same runtime with all filters kept, that became time."""
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -271,19 +296,21 @@ def simulate(args: argparse.Namespace) -> List[Row]:
         for _ in range(args.rounds + 1):
             start = time.perf_counter()
             run()
-            if device.type == 'cuda':
-                torch.cuda.synchronize(device)
+            if device.type != 'cpu':
+                torch.accelerator.synchronize(device)
             times.append(1e3 * (time.perf_counter() - start))
         return statistics.median(times[1:])
 
     rows, batch_size = [], args.simulate_batch_size
     for depth in args.networks:
-        dense = timm.create_model(f'resnet{depth}').eval().to(device)
+        dense = timm.create_model(f'resnet{depth}', zero_init_last=False).eval()
         images = load_images(args, dense, args.simulate)
         batch = images[:1].expand(batch_size, -1, -1, -1).to(device)
-        macs = count_macs(dense, batch[:1]).dense / 1e9
+        macs = count_macs(dense, images[:1]).dense / 1e9
+        # both sides alike: batch norm folded, and without the head
+        plain = SlicedRunner(compile_trunk(trunk(dense).modules)).to(device)
         rows.append(Row(f'resnet{depth}', 'eager', None, batch_size, torch.get_num_threads(), macs,
-                        [milliseconds(lambda dense=dense, batch=batch: dense(batch))]))
+                        [milliseconds(lambda plain=plain, batch=batch: plain.run_together(batch))]))
         for keep, gated in gated_networks(args, depth):
             program = compile_trunk(trunk(gated).modules)
             runner = SlicedRunner(program)
@@ -305,13 +332,17 @@ def machine() -> Dict[str, Any]:
         names = [line.split(':', 1)[1].strip() for line in Path('/proc/cpuinfo').read_text().splitlines()
                  if line.startswith('model name')]
         cpu = names[0] if names else cpu
-    versions = {name: importlib.metadata.version(name) for name in ('torch', 'timm', 'onnxruntime', 'openvino')}
-    return dict(cpu=cpu, cores=os.cpu_count(), kernels=(instruction_sets() or [None])[0], **versions)
+    versions = {}
+    for name in ('torch', 'timm', 'onnxruntime', 'openvino'):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return dict(cpu=cpu, cores=os.cpu_count(), kernels=(instruction_sets() or ['none'])[0], **versions)
 
 
 def main(argv: Optional[List[str]] = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--quick', action='store_true', help='a few of all these, within three minutes')
+    parser.add_argument('--quick', action='store_true', help='batch 1, --keep 0.43 0.55 1, 7 rounds, no torch.compile: '
+                        'within three minutes')
     parser.add_argument('--networks', type=int, nargs='+', default=[18, 34, 50], choices=(18, 34, 50, 101, 152))
     parser.add_argument('--keep', type=float, nargs='+', default=[0.25, 0.43, 0.55, 0.75, 1.],
                         help='shares of the filters that gates keep (default: 0.25 0.43 0.55 0.75 1)')
@@ -346,7 +377,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     with tempfile.TemporaryDirectory(dir=args.output) as scratch:
         folder = Path(scratch)
         rows = simulate(args) if args.simulate is not None else benchmark(args, folder)
-        summary = f'{", ".join(f"{key} {value}" for key, value in machine().items())}\n\n{table(rows)}'
+        summary = f'{", ".join(f"{key} {value}" for key, value in machine().items())}\n\n{table(rows)}\n{LEGEND}\n'
         (folder / 'table.txt').write_text(summary)
         (folder / 'results.json').write_text(json.dumps(
             dict(machine=machine(), rows=[dict(asdict(row), ms=row.ms) for row in rows]), indent=1))

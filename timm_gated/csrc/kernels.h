@@ -21,6 +21,8 @@ INLINE int even_part(int count, int limit) {
     return (count + parts - 1) / parts;
 }
 
+INLINE int divide_up(int value, int divisor) { return (value + divisor - 1) / divisor; }
+
 /* out[m][n] = sum over j < channels, t < taps of
  *     rows[m][row_offset + columns[j] + t * tap_stride] * x[j * x_plane + tap_offsets[t] + n]
  * plus bias[m], plus residual[m][n], clipped at zero: each of these if asked for. */

@@ -12,23 +12,20 @@
 
 void *allocate(size_t bytes) {
     size_t alignment = bytes >= 2 * LARGE_PAGE ? LARGE_PAGE : 64;
-    size_t size = (bytes + alignment) / alignment * alignment;
     void *memory = NULL;
-    if (size < bytes)
-        return NULL;
 #if defined(_WIN32)
-    memory = _aligned_malloc(size, alignment);
+    memory = _aligned_malloc(bytes, alignment);
 #else
-    if (posix_memalign(&memory, alignment, size))
+    if (posix_memalign(&memory, alignment, bytes))
         return NULL;
 #endif
     if (!memory)
         return NULL;
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     if (alignment == LARGE_PAGE)
-        madvise(memory, size, MADV_HUGEPAGE);
+        madvise(memory, bytes, MADV_HUGEPAGE);
 #endif
-    return memset(memory, 0, size);
+    return memset(memory, 0, bytes);
 }
 
 void release(void *memory) {

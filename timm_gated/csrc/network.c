@@ -6,9 +6,12 @@
 
 #include "network.h"
 
-#define MAX_SIZE (1 << 20)  /* of channels, kernels, …: keeps all products of sizes within 64 bits */
+#define MAX_SIZE (1 << 20)  /* of channels and the like */
 
 static _Thread_local char message[256];
+
+/* To be raised with any change of what is called from Python, which checks it. */
+API int tg_version(void) { return 1; }
 
 API const char *tg_error(void) { return message; }
 

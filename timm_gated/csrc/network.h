@@ -71,6 +71,7 @@ typedef struct {
     algorithm_t algorithm;
     /* Direct: the padded input is split into stride x stride phases, so that every tap reads neighbouring pixels. The
      * rows of phases are `pitch` wide, and so are those of the sums, before the superfluous columns are left out. */
+    int phases;  /* in each dimension, those that some tap reads */
     int pitch, phase_rows, chunk_rows;
     ptrdiff_t phase_plane;
     ptrdiff_t *tap_offsets;
@@ -84,10 +85,11 @@ typedef struct {
 typedef struct {
     network_t *network;
     int height, width;
+    int num_steps;
     step_t *steps;
     ptrdiff_t *buffer_floats;
     ptrdiff_t scratch_floats;  /* shared by the threads of a sample */
-    ptrdiff_t plane_floats;    /* of each thread */
+    ptrdiff_t thread_floats;   /* of scratch for each thread */
     int max_channels, max_hidden;
 } plan_t;
 

@@ -11,12 +11,14 @@
 /* Floats of maps that a step works on at a time, to stay in a core's second-level cache. */
 #define CACHED_FLOATS (1 << 16)
 /* The same for transformed maps, all channels counted: more, as larger blocks read the weights less often. */
+#ifndef WINOGRAD_FLOATS
 #define WINOGRAD_FLOATS (1 << 19)
+#endif
 
 static int max(int a, int b) { return a > b ? a : b; }
 static int min(int a, int b) { return a < b ? a : b; }
 static ptrdiff_t round_up(ptrdiff_t value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
-static int divide_up(int value, int divisor) { return (value + divisor - 1) / divisor; }
+static int greatest_common_divisor(int a, int b) { return b ? greatest_common_divisor(b, a % b) : a; }
 
 /* Floats from one plane to the next, so that whole vectors fit and planes do not share the sets of a cache. */
 static ptrdiff_t plane_floats(ptrdiff_t pixels) {
@@ -57,9 +59,7 @@ static piece_t *cut(const kernels_t *kernels, const tiling_t *tiling, const shap
                 .rows = min(tiling->size, map->height - y),
                 .columns = min(kernels->piece_pixels, map->width - x),
             };
-    for (; i < count; i++)
-        pieces[i].in = pieces[0].in;
-    return pieces;
+    return pieces;  /* (those left over have no rows, and read the first tiles) */
 }
 
 /* Weights in Winograd's domain: G w G^T for each filter. */
@@ -98,26 +98,27 @@ static int transform_weights(network_t *network, op_t *op, int size) {
 
 static int plan_direct(plan_t *plan, const op_t *op, step_t *step) {
     int stride = op->stride, reach = (op->kernel - 1) * op->dilation / stride;
+    step->phases = min(op->kernel, stride / greatest_common_divisor(stride, op->dilation));
     step->pitch = step->out.width + reach;
     step->phase_rows = step->out.height + reach;
     /* (the last vectors of the last tap read beyond the last row) */
-    step->phase_plane = plane_floats((ptrdiff_t)step->phase_rows * step->pitch + reach + 4 * MAX_LANES);
+    step->phase_plane = plane_floats((ptrdiff_t)step->phase_rows * step->pitch + reach + MAX_LANES);
     step->tap_offsets = malloc((size_t)op->kernel * op->kernel * sizeof *step->tap_offsets);
     if (!step->tap_offsets)
         return fail("out of memory");
     for (int y = 0; y < op->kernel; y++)
         for (int x = 0; x < op->kernel; x++) {
-            int v = y * op->dilation, u = x * op->dilation;
-            step->tap_offsets[y * op->kernel + x] = (v % stride * stride + u % stride) * step->phase_plane
-                + (ptrdiff_t)(v / stride) * step->pitch + u / stride;
+            int phase = y % step->phases * step->phases + x % step->phases;
+            step->tap_offsets[y * op->kernel + x] = phase * step->phase_plane
+                + (ptrdiff_t)(y * op->dilation / stride) * step->pitch + x * op->dilation / stride;
         }
     int chunk = min(max(CACHED_FLOATS / op->c_in, 256), 2048);
     step->chunk_rows = max(1, min(step->out.height, chunk / step->pitch));
-    ptrdiff_t scratch = op->c_in * stride * stride * step->phase_plane;
+    ptrdiff_t scratch = op->c_in * step->phase_plane * step->phases * step->phases;
     ptrdiff_t sums = plan->network->kernels->row_block
         * round_up((ptrdiff_t)step->chunk_rows * step->pitch, MAX_LANES);
     plan->scratch_floats = scratch > plan->scratch_floats ? scratch : plan->scratch_floats;
-    plan->plane_floats = sums > plan->plane_floats ? sums : plan->plane_floats;
+    plan->thread_floats = sums > plan->thread_floats ? sums : plan->thread_floats;
     return 0;
 }
 
@@ -135,9 +136,9 @@ static int plan_winograd(plan_t *plan, op_t *op, step_t *step, int size) {
     step->v_point = plane_floats(op->c_in * floats) + MAX_LANES;
     step->m_point = plane_floats(op->c_out * floats) + MAX_LANES;
     ptrdiff_t scratch = tiling->points * (step->v_point + step->m_point);
-    ptrdiff_t padded = (round_up(step->out.height, size) + 2) * (ptrdiff_t)tiling->pitch + MAX_LANES;
+    ptrdiff_t padded = (round_up(step->out.height, size) + 2) * (ptrdiff_t)tiling->pitch;
     plan->scratch_floats = scratch > plan->scratch_floats ? scratch : plan->scratch_floats;
-    plan->plane_floats = padded > plan->plane_floats ? padded : plan->plane_floats;
+    plan->thread_floats = padded > plan->thread_floats ? padded : plan->thread_floats;
     return transform_weights(plan->network, op, size);
 }
 
@@ -174,7 +175,7 @@ static int plan_conv(plan_t *plan, op_t *op, step_t *step) {
 API void tg_plan_free(plan_t *plan) {
     if (!plan)
         return;
-    for (int i = 0; plan->steps && i < plan->network->num_ops; i++) {
+    for (int i = 0; i < plan->num_steps; i++) {  /* (the network may be gone already) */
         free(plan->steps[i].tap_offsets);
         free(plan->steps[i].pieces);
     }
@@ -228,8 +229,8 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     ptrdiff_t floats = out->channels * out->plane;
     if (floats > plan->buffer_floats[op->out])
         plan->buffer_floats[op->out] = floats;
-    if (in->width > plan->plane_floats)  /* a row, for pooling */
-        plan->plane_floats = in->width;
+    if (in->width > plan->thread_floats)  /* a row, for pooling */
+        plan->thread_floats = in->width;
     return op->kind == CONV ? plan_conv(plan, op, step) : 0;
 }
 
@@ -250,6 +251,7 @@ API plan_t *tg_plan_new(network_t *network, int height, int width) {
         plan->steps = calloc((size_t)network->num_ops + 1, sizeof *plan->steps);
         plan->buffer_floats = calloc((size_t)network->num_buffers, sizeof *plan->buffer_floats);
         failed = !plan->steps || !plan->buffer_floats;
+        plan->num_steps = plan->steps ? network->num_ops : 0;
     }
     if (failed) {
         fail("out of memory");
@@ -326,7 +328,7 @@ static size_t lay_out(workspace_t *workspace, char *memory) {
     }
     for (int t = 0; t < workspace->num_threads; t++) {
         thread_t thread;
-        thread.plane = take(memory, &used, (size_t)plan->plane_floats * sizeof *thread.plane);
+        thread.plane = take(memory, &used, (size_t)plan->thread_floats * sizeof *thread.plane);
         thread.bias = take(memory, &used, channels * sizeof *thread.bias);
         thread.logits = take(memory, &used, (channels + (size_t)plan->max_hidden) * sizeof *thread.logits);
         thread.rows = take(memory, &used, channels * sizeof *thread.rows);

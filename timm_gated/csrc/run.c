@@ -14,13 +14,12 @@ typedef struct {
 } context_t;
 
 typedef struct {
-    int begin, end;
+    int64_t begin, end;
 } range_t;
 
 /* This thread's part of a count. */
-static range_t part(const context_t *context, int count) {
-    int64_t n = count;
-    return (range_t){(int)(n * context->thread / context->threads), (int)(n * (context->thread + 1) / context->threads)};
+static range_t part(const context_t *context, int64_t count) {
+    return (range_t){count * context->thread / context->threads, count * (context->thread + 1) / context->threads};
 }
 
 static void meet(const context_t *context) {
@@ -30,8 +29,6 @@ static void meet(const context_t *context) {
 #endif
     }
 }
-
-static int divide_up(int value, int divisor) { return (value + divisor - 1) / divisor; }
 
 /* A convolution for one sample: its product, and where its maps are. */
 typedef struct {
@@ -95,13 +92,14 @@ static void run_pointwise(context_t *context, const conv_t *conv, const float *x
     range_t pixels = by_pixels ? part(context, vectors) : (range_t){0, vectors};
     range_t rows = by_pixels ? (range_t){0, conv->n_out} : part(context, conv->n_out);
     int chunk = (1 << 16) / (conv->n_in + 1) / kernels->lanes;
-    chunk = even_part(pixels.end - pixels.begin, chunk < 12 ? 12 : chunk);
-    for (int v = pixels.begin; v < pixels.end; v += chunk) {
-        ptrdiff_t at = (ptrdiff_t)v * kernels->lanes;
+    chunk = even_part((int)(pixels.end - pixels.begin), chunk < 12 ? 12 : chunk);
+    for (ptrdiff_t v = pixels.begin; v < pixels.end; v += chunk) {
+        ptrdiff_t at = v * kernels->lanes;
         product.x = x + at;
         product.out = conv->out + at;
         product.residual = conv->residual ? conv->residual + at : NULL;
-        kernels->product(&product, rows.begin, rows.end, v + chunk < pixels.end ? chunk : pixels.end - v);
+        int vectors_here = v + chunk < pixels.end ? chunk : (int)(pixels.end - v);
+        kernels->product(&product, (int)rows.begin, (int)rows.end, vectors_here);
     }
 }
 
@@ -134,17 +132,16 @@ static void run_direct(context_t *context, conv_t *conv) {
     const kernels_t *kernels = context->plan->network->kernels;
     const op_t *op = conv->op;
     const step_t *step = conv->step;
-    int stride = op->stride, phases = stride < op->kernel ? stride : op->kernel;  /* those that a tap reads */
-    float *split = context->sample->scratch;
-    ptrdiff_t channel = stride * stride * step->phase_plane;
+    float *split = context->sample->scratch, *phase;
+    ptrdiff_t channel = step->phases * step->phases * step->phase_plane;
     range_t channels = part(context, conv->n_in);
-    for (int j = channels.begin; j < channels.end; j++)
-        for (int y = 0; y < phases; y++)
-            for (int x = 0; x < phases; x++) {
-                int v = y * op->dilation % stride, u = x * op->dilation % stride;
-                split_phase(op, step, conv->in + j * step->in.plane, v, u,
-                            split + j * channel + (v * stride + u) * step->phase_plane);
-            }
+    for (ptrdiff_t j = channels.begin; j < channels.end; j++) {
+        phase = split + j * channel;
+        for (int y = 0; y < step->phases; y++)
+            for (int x = 0; x < step->phases; x++, phase += step->phase_plane)
+                split_phase(op, step, conv->in + j * step->in.plane, y * op->dilation % op->stride,
+                            x * op->dilation % op->stride, phase);
+    }
     meet(context);
     if (op->kernel == 1) {
         run_pointwise(context, conv, split, channel);
@@ -157,9 +154,9 @@ static void run_direct(context_t *context, conv_t *conv) {
     product.bias = NULL;
     product.relu = 0;
     int groups = divide_up(conv->n_out, kernels->row_block), chunks = divide_up(step->out.height, step->chunk_rows);
-    range_t items = part(context, groups * chunks);
-    for (int item = items.begin; item < items.end; item++) {
-        int group = item % groups, y = item / groups * step->chunk_rows;
+    range_t items = part(context, (int64_t)groups * chunks);
+    for (int64_t item = items.begin; item < items.end; item++) {
+        int group = (int)(item % groups), y = (int)(item / groups) * step->chunk_rows;
         int begin = (int)((int64_t)conv->n_out * group / groups), end = (int)((int64_t)conv->n_out * (group + 1) / groups);
         int height = step->out.height - y < step->chunk_rows ? step->out.height - y : step->chunk_rows;
         int vectors = divide_up(height * step->pitch, kernels->lanes);
@@ -213,13 +210,13 @@ static void run_winograd(context_t *context, conv_t *conv) {
         int first_row = pieces[begin * tiling->pieces_per_vector].in / tiling->pitch;
         int end_row = pieces[last].in / tiling->pitch + tiling->size + 2;
         range_t channels = part(context, conv->n_in);
-        for (int j = channels.begin; j < channels.end; j++) {
+        for (ptrdiff_t j = channels.begin; j < channels.end; j++) {
             pad(&step->in, tiling, conv->in + j * step->in.plane, first_row, end_row, padded);
             kernels->transform_input(tiling, padded, begin, end, v + j * floats, step->v_point);
         }
         meet(context);
         range_t points = part(context, tiling->points);
-        for (int p = points.begin; p < points.end; p++) {
+        for (ptrdiff_t p = points.begin; p < points.end; p++) {
             product.row_offset = p * point;
             product.then = (p + 1 < points.end ? p + 1 : points.begin) * point;
             product.x = v + p * step->v_point;
@@ -230,7 +227,7 @@ static void run_winograd(context_t *context, conv_t *conv) {
         }
         meet(context);
         range_t rows = part(context, conv->n_out);
-        for (int k = rows.begin; k < rows.end; k++) {
+        for (ptrdiff_t k = rows.begin; k < rows.end; k++) {
             ptrdiff_t at = k * step->out.plane;
             kernels->transform_output(
                 tiling, m + k * floats, step->m_point, begin, end, conv->out + at,
@@ -253,6 +250,9 @@ static void run_conv(context_t *context, const op_t *op, const step_t *step) {
         run_pointwise(context, &conv, conv.in, step->in.plane);
 }
 
+/* (NaN, once there, stays, as in torch) */
+static float most(float a, float b) { return b > a || b != b ? b : a; }
+
 /* Row i of a pooled plane: first down the columns of its window, then along the row. */
 static void pool_row(const op_t *op, const shape_t *in, int i, const float *plane, float *columns, int width, float *out) {
     int top = i * op->stride - op->padding, bottom = top + op->kernel;
@@ -263,7 +263,7 @@ static void pool_row(const op_t *op, const shape_t *in, int i, const float *plan
         const float *row = plane + (ptrdiff_t)y * in->width;
         if (op->kind == MAX_POOL)
             for (int x = 0; x < in->width; x++)
-                columns[x] = row[x] > columns[x] ? row[x] : columns[x];
+                columns[x] = most(columns[x], row[x]);
         else
             for (int x = 0; x < in->width; x++)
                 columns[x] += row[x];
@@ -274,7 +274,7 @@ static void pool_row(const op_t *op, const shape_t *in, int i, const float *plan
         right = right < in->width ? right : in->width;
         float value = columns[left];
         for (int x = left + 1; x < right; x++)
-            value = op->kind == AVG_POOL ? value + columns[x] : columns[x] > value ? columns[x] : value;
+            value = op->kind == AVG_POOL ? value + columns[x] : most(value, columns[x]);
         out[j] = op->kind == AVG_POOL ? value / (float)((bottom - top) * (right - left)) : value;
     }
 }
@@ -282,7 +282,7 @@ static void pool_row(const op_t *op, const shape_t *in, int i, const float *plan
 static void run_pool(context_t *context, const op_t *op, const step_t *step) {
     const shape_t *in = &step->in, *out = &step->out;
     range_t channels = part(context, in->channels);
-    for (int c = channels.begin; c < channels.end; c++) {
+    for (ptrdiff_t c = channels.begin; c < channels.end; c++) {
         const float *x = context->sample->buffers[op->in] + c * in->plane;
         float *y = context->sample->buffers[op->out] + c * out->plane;
         for (int i = 0; i < out->height; i++, y += out->width)
@@ -293,9 +293,9 @@ static void run_pool(context_t *context, const op_t *op, const step_t *step) {
 static void run_subsample(context_t *context, const op_t *op, const step_t *step) {
     const shape_t *in = &step->in, *out = &step->out;
     range_t channels = part(context, out->channels);
-    for (int c = channels.begin; c < channels.end; c++) {
+    for (ptrdiff_t c = channels.begin; c < channels.end; c++) {
         float *y = context->sample->buffers[op->out] + c * out->plane;
-        int from = c - op->before;
+        ptrdiff_t from = c - op->before;
         if (from < 0 || from >= in->channels) {
             memset(y, 0, (size_t)out->plane * sizeof *y);
             continue;
@@ -311,7 +311,7 @@ static void run_gate(context_t *context, const op_t *op, const step_t *step) {
     sample_t *sample = context->sample;
     ptrdiff_t pixels = (ptrdiff_t)step->in.height * step->in.width;
     range_t channels = part(context, op->c_in);
-    for (int c = channels.begin; c < channels.end; c++)
+    for (ptrdiff_t c = channels.begin; c < channels.end; c++)
         sample->pooled[c] = (float)(
             context->plan->network->kernels->sum(sample->buffers[op->in] + c * step->in.plane, pixels) / (double)pixels);
     meet(context);
@@ -338,7 +338,7 @@ static void run_gate(context_t *context, const op_t *op, const step_t *step) {
 static void copy_out(context_t *context, const op_t *op, const step_t *step, float *out) {
     ptrdiff_t pixels = (ptrdiff_t)step->in.height * step->in.width;
     range_t channels = part(context, step->in.channels);
-    for (int c = channels.begin; c < channels.end; c++)
+    for (ptrdiff_t c = channels.begin; c < channels.end; c++)
         memcpy(out + c * pixels, context->sample->buffers[op->in] + c * step->in.plane, (size_t)pixels * sizeof *out);
 }
 
@@ -348,7 +348,7 @@ static void run_sample(context_t *context, const float *image, float *const *out
     ptrdiff_t pixels = (ptrdiff_t)plan->height * plan->width;
     ptrdiff_t plane = plan->buffer_floats[0] / network->in_channels;
     range_t channels = part(context, network->in_channels);
-    for (int c = channels.begin; c < channels.end; c++)
+    for (ptrdiff_t c = channels.begin; c < channels.end; c++)
         memcpy(context->sample->buffers[0] + c * plane, image + c * pixels, (size_t)pixels * sizeof *image);
     meet(context);
     for (int i = 0; i < network->num_ops; i++) {

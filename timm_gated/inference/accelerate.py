@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 
 from .native import NativeRunner, why_not
-from .program import Trunk, compile_trunk, trunk
+from .program import Trunk, compile_trunk, find_trunk
 from .sliced import SlicedRunner
 
 __all__ = ['Accelerated', 'accelerate']
@@ -37,6 +37,8 @@ class Accelerated(nn.Module):
         self.runner: Union[NativeRunner, SlicedRunner] = (
             NativeRunner(program, isa) if backend == 'native' else SlicedRunner(program))
         self.head = copy.deepcopy(parts.head)
+        if backend == 'native' and self.head is not None:
+            self.head.cpu()
         super().train(False)
 
     def extra_repr(self) -> str:
@@ -64,6 +66,7 @@ def accelerate(model: nn.Module, backend: str = 'auto', isa: Optional[str] = Non
     Supported are the ResNets of this package and of timm, gated or dense, classifiers and features_only backbones;
     mmseg's with `mmseg_plugin`; and modules that contain such networks, such as segmentors, in a copy of which they
     are replaced. Outputs agree up to rounding. (A gate whose logit is within rounding of zero may fall the other way.)
+    Hooks of the network's modules are not run.
 
     Args:
         model: The network. Gates that are forced, for all images alike, stay forced.
@@ -76,15 +79,15 @@ def accelerate(model: nn.Module, backend: str = 'auto', isa: Optional[str] = Non
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got '{backend}'.")
-    if isa is not None and backend == 'torch':
-        raise ValueError(f"isa is an option of the native backend, got '{isa}' with backend 'torch'.")
     if backend == 'native' and why_not():
         raise RuntimeError(f"backend='native' is not available: {why_not()}")
     if backend == 'auto':
         on_cpu = all(tensor.device.type == 'cpu' for tensor in model.state_dict().values())
         backend = 'native' if on_cpu and not why_not() else 'torch'
+    if isa is not None and backend == 'torch':
+        raise ValueError(f"isa is an option of the native backend, got '{isa}' with backend 'torch'.")
 
-    parts = trunk(model)
+    parts = find_trunk(model)
     if parts is not None:
         return Accelerated(parts, backend, isa)
     replacements: Dict[int, nn.Module] = {
@@ -102,7 +105,7 @@ def _trunks(model: nn.Module) -> List[Tuple[nn.Module, Trunk]]:
     """The outermost networks within a module that can be accelerated."""
     found = []
     for child in model.children():
-        parts = trunk(child)
+        parts = find_trunk(child)
         if parts is not None:
             found.append((child, parts))
         else:

@@ -17,7 +17,9 @@ __all__ = ['NativeRunner', 'instruction_sets', 'why_not']
 
 _MAX_PLANS = 4  # sizes of images to keep memory for, the last ones used
 
+_VERSION = 1  # of the library's functions
 _SIGNATURES: Dict[str, Tuple[Any, List[Any]]] = {
+    'tg_version': (c_int, []),
     'tg_error': (c_char_p, []),
     'tg_isa': (c_char_p, [c_int]),
     'tg_network_new': (c_void_p, [c_char_p, c_int, c_int, c_int]),
@@ -41,11 +43,13 @@ def _load() -> Tuple[Optional[ctypes.CDLL], str]:
     try:
         from .. import _native  # type: ignore[attr-defined]
         library = ctypes.CDLL(_native.__file__)
-    except (ImportError, OSError) as error:
+        for name, (restype, argtypes) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = restype, argtypes
+    except (ImportError, OSError, AttributeError) as error:
         return None, str(error)
-    for name, (restype, argtypes) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = restype, argtypes
+    if library.tg_version() != _VERSION:
+        return None, 'they were built from other sources'
     return library, ''
 
 
@@ -77,7 +81,8 @@ def _get() -> ctypes.CDLL:
 
 def _check(result: Any, failed: bool) -> Any:
     if failed:
-        raise ValueError(f'the native kernels refused: {_get().tg_error().decode()}.')
+        message = _get().tg_error().decode()
+        raise (MemoryError if message.startswith('out of memory') else ValueError)(f'native kernels: {message}.')
     return result
 
 
@@ -104,25 +109,27 @@ class _Plan:
         size = (c_int * 3)()
         while library.tg_plan_output(self.handle.pointer, len(self.outputs), size):
             self.outputs.append(tuple(size))
-        self._free: Dict[Tuple[int, int], List[_Handle]] = {}
+        self._idle: Dict[int, List[Tuple[int, _Handle]]] = {}  # by threads: how many samples at a time, and the memory
 
     def run(self, images: torch.Tensor, threads: int) -> List[torch.Tensor]:
         library = _get()
         count = images.shape[0]
-        results = [torch.empty(count, *size) for size in self.outputs]
+        results = [torch.empty(count, *size, dtype=torch.float32, device='cpu') for size in self.outputs]
         if count == 0:
             return results
-        # Workspaces are kept for the next call; a second call at the same time gets its own.
-        key = (min(count, threads), threads)
-        free = self._free.setdefault(key, [])
+        # Memory is kept for the next call; a second call at the same time gets its own.
+        idle = self._idle.setdefault(threads, [])
         try:
-            workspace = free.pop()
+            samples, workspace = idle.pop()
         except IndexError:
+            samples = 0
+        if samples < min(count, threads):
+            samples = min(count, threads)
             workspace = _Handle(
-                library.tg_workspace_new(self.handle.pointer, *key), library.tg_workspace_free, self.handle)
+                library.tg_workspace_new(self.handle.pointer, samples, threads), library.tg_workspace_free, self.handle)
         pointers = (c_void_p * len(results))(*(result.data_ptr() for result in results))
         status = library.tg_run(workspace.pointer, images.data_ptr(), count, pointers, len(results))
-        free.append(workspace)
+        idle.append((samples, workspace))
         _check(None, status != 0)
         return results
 
@@ -160,15 +167,17 @@ class NativeRunner:
 
         if isinstance(op, Conv):
             c_out, c_in, kernel = op.weight.shape[:3]
-            weight, bias = _floats(op.weight), _floats(op.bias)
+            weight, bias = _floats(op.weight, (c_out, c_in, kernel, kernel)), _floats(op.bias, (c_out,))
             return library.tg_add_conv(
                 network, op.source, op.target, number(op.residual), number(op.gate_in), number(op.gate_out),
                 c_in, c_out, kernel, op.stride, op.dilation, op.padding, op.relu, weight.data_ptr(), bias.data_ptr())
         if isinstance(op, Gate):
-            tensors = [_floats(tensor) for tensor in (op.weight1, op.bias1, op.weight2, op.bias2)]
+            (hidden, c_in), size = op.weight1.shape, len(op.weight2)
+            tensors = [
+                _floats(op.weight1, (hidden, c_in)), _floats(op.bias1, (hidden,)),
+                _floats(op.weight2, (size, hidden)), _floats(op.bias2, (size,))]
             return library.tg_add_gate(
-                network, op.source, op.gate, op.weight1.shape[1], op.weight1.shape[0], op.weight2.shape[0],
-                *(tensor.data_ptr() for tensor in tensors))
+                network, op.source, op.gate, c_in, hidden, size, *(tensor.data_ptr() for tensor in tensors))
         if isinstance(op, Pool):
             return library.tg_add_pool(
                 network, op.average, op.source, op.target, op.kernel, op.stride, op.padding, op.ceil_mode)
@@ -183,11 +192,16 @@ class NativeRunner:
     def __reduce__(self) -> Any:
         raise TypeError('an accelerated network cannot be pickled; save the network it was made from.')
 
+    @torch.compiler.disable
     def __call__(self, images: torch.Tensor) -> List[torch.Tensor]:
         """Run a batch; returns the maps that the program hands out."""
+        if torch.jit.is_tracing():
+            raise ValueError('an accelerated network cannot be traced; trace the network it was made from.')
         if images.device.type != 'cpu':
             raise ValueError(
                 f"the native backend runs on the CPU, but the images are on '{images.device}'; use backend='torch'.")
+        if not images.is_floating_point():
+            raise ValueError(f'images must be floating point, got {images.dtype}.')
         if images.ndim != 4 or images.shape[1] != self._in_channels:
             raise ValueError(
                 f'images must have the shape [N, {self._in_channels}, H, W], got {tuple(images.shape)}.')
@@ -205,7 +219,8 @@ class NativeRunner:
         return plan
 
 
-def _floats(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_floating_point():
-        raise ValueError(f'images must be floating point, got {tensor.dtype}.')
+def _floats(tensor: torch.Tensor, shape: Optional[Tuple[int, ...]] = None) -> torch.Tensor:
+    """What the library reads: a float32 tensor in plain order, of the shape that it expects."""
+    if shape is not None and tensor.shape != shape:
+        raise ValueError(f'a weight of shape {tuple(tensor.shape)} should have the shape {shape}.')
     return tensor.detach().to('cpu', torch.float32).contiguous()

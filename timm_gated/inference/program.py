@@ -5,21 +5,21 @@ gone, and a block's gates come before its convolutions. Networks of timm, of thi
 packages are taken apart by their modules; whatever has no counterpart here is refused with its name.
 """
 from dataclasses import dataclass, field
-from functools import singledispatch
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+from functools import partial, singledispatch
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
-from timm.layers import AvgPool2dSame, BatchNormAct2d
 from timm.models._features import FeatureDictNet, FeatureGetterNet, FeatureHookNet, FeatureListNet
-from timm.models.resnet import ResNet
-from torch.nn.modules.batchnorm import _BatchNorm
+from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
 
+from ..blocks import GatedBasicBlock, GatedBottleneck
 from ..cifar_resnet import CifarResNet, PadShortcut
 from ..gate import ChannelGate
 
-__all__ = ['Conv', 'Gate', 'Op', 'Output', 'Pool', 'Program', 'Subsample', 'Trunk', 'compile_trunk', 'trunk']
+__all__ = ['Conv', 'Gate', 'Op', 'Output', 'Pool', 'Program', 'Subsample', 'Trunk', 'compile_trunk',
+           'find_trunk', 'register_forward', 'trunk']
 
 
 @dataclass
@@ -96,6 +96,27 @@ class Program:
     num_gates: int = 0
 
 
+# The forward methods that this module knows: a class that overrides them computes something else.
+_known_forwards: Set[Any] = {
+    nn.Sequential.forward, BasicBlock.forward, Bottleneck.forward, GatedBasicBlock.forward, GatedBottleneck.forward,
+    ResNet.forward, ResNet.forward_features, ResNet.forward_head, CifarResNet.forward, CifarResNet.forward_features,
+    CifarResNet.forward_head, FeatureDictNet.forward, FeatureListNet.forward, FeatureDictNet._collect}
+
+
+def register_forward(cls: Any) -> None:
+    """Say that a network or residual block of another package computes what those of timm do.
+
+    Args:
+        cls: The class. A network needs a `trunk` too; a block has timm's names: `conv1`, `bn1`, …, `downsample`.
+    """
+    _known_forwards.add(cls.forward)
+
+
+def _is_known(module: nn.Module) -> bool:
+    methods = ('forward', 'forward_features', 'forward_head', '_collect')
+    return all(getattr(type(module), name) in _known_forwards for name in methods if hasattr(type(module), name))
+
+
 @dataclass
 class Trunk:
     """The part of a network that runs on feature maps.
@@ -116,11 +137,25 @@ def trunk(model: nn.Module) -> Optional[Trunk]:
     return None
 
 
+def find_trunk(model: nn.Module) -> Optional[Trunk]:
+    """The trunk of a network, as `trunk` gives it, if the network's forward pass is the one that is known."""
+    parts = trunk(model)
+    if parts is not None and not _is_known(model):
+        raise _unsupported(model, ', as it overrides the forward pass')
+    return parts
+
+
+def _only(maps: List[torch.Tensor]) -> torch.Tensor:
+    return maps[0]
+
+
+def _as_dict(keys: Sequence[Any], maps: List[torch.Tensor]) -> Dict[Any, torch.Tensor]:
+    return dict(zip(keys, maps, strict=True))
+
+
 def _classifier(model: Any, modules: List[Any]) -> Trunk:
-    return Trunk(
-        [(module, module is modules[-1]) for module in modules],
-        assemble=lambda maps: maps[0],
-        head=nn.Sequential(model.global_pool, model.fc))
+    head = nn.Sequential(model.global_pool, model.fc)
+    return Trunk([(module, module is modules[-1]) for module in modules], _only, head)
 
 
 @trunk.register
@@ -141,7 +176,7 @@ def _(model: FeatureDictNet) -> Trunk:
     keys = [model.return_layers[name] for name in model if name in model.return_layers]
     if isinstance(model, FeatureListNet):
         return Trunk(modules)
-    return Trunk(modules, lambda maps: dict(zip(keys, maps, strict=True)))
+    return Trunk(modules, partial(_as_dict, keys))
 
 
 @trunk.register(FeatureGetterNet)
@@ -196,9 +231,9 @@ class _Compiler:
             if isinstance(leaf, nn.Conv2d):
                 self.flush()
                 self._pending = _conv(leaf, self.current, self._advance())
-            elif isinstance(leaf, _NORMS) and self._pending is not None and not self._pending.relu:
+            elif type(leaf) in _NORMS and self._pending is not None and not self._pending.relu:
                 _fold(self._pending, leaf)
-            elif isinstance(leaf, nn.ReLU) and self._pending is not None:
+            elif type(leaf) is nn.ReLU and self._pending is not None:
                 self._pending.relu = True
             elif isinstance(leaf, (nn.MaxPool2d, nn.AvgPool2d)):
                 self.flush()
@@ -245,7 +280,7 @@ class _Compiler:
                 conv = _conv(leaf, source, _SHORTCUT)
                 self.program.ops.append(conv)
                 source = _SHORTCUT
-            elif isinstance(leaf, _NORMS) and conv is not None:
+            elif type(leaf) in _NORMS and conv is not None:
                 _fold(conv, leaf)
             elif isinstance(leaf, PadShortcut):
                 self.program.ops.append(Subsample(source, _SHORTCUT, leaf.stride, *leaf.padding[4:]))
@@ -260,7 +295,7 @@ class _Compiler:
         return number
 
 
-_NORMS = (_BatchNorm, FrozenBatchNorm2d)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, FrozenBatchNorm2d)
 
 
 def _unsupported(module: nn.Module, why: str = '') -> ValueError:
@@ -270,7 +305,7 @@ def _unsupported(module: nn.Module, why: str = '') -> ValueError:
 
 
 def _leaves(module: nn.Module) -> Iterator[nn.Module]:
-    if isinstance(module, nn.Sequential):
+    if isinstance(module, nn.Sequential) and _is_known(module):
         for child in module:
             yield from _leaves(child)
     elif not isinstance(module, (nn.Identity, nn.Dropout)):
@@ -278,13 +313,15 @@ def _leaves(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _check_block(block: nn.Module) -> None:
+    if not _is_known(block):
+        raise _unsupported(block, ', as its forward pass is not known')
     for name in ('se', 'aa', 'drop_block'):  # timm's options
         module = getattr(block, name, None)
         if module is not None and not isinstance(module, nn.Identity):
             raise _unsupported(module)
     for name in ('act1', 'act2', 'act3', 'relu'):
         module = getattr(block, name, None)
-        if module is not None and not isinstance(module, nn.ReLU):
+        if module is not None and type(module) is not nn.ReLU:
             raise _unsupported(module)
     if getattr(block, 'with_plugins', False):  # mmseg's
         raise _unsupported(block, ' with plugins')
@@ -313,8 +350,7 @@ def _conv(module: nn.Conv2d, source: int, target: int) -> Conv:
 
 
 def _fold(conv: Conv, norm: Any) -> None:
-    plain = isinstance(norm, _NORMS) and not isinstance(norm, BatchNormAct2d)
-    if not plain or norm.running_mean is None:
+    if type(norm) not in _NORMS or norm.running_mean is None:
         raise _unsupported(norm)
     # In double precision, so that folding itself costs no accuracy.
     scale = (norm.running_var.double() + norm.eps).rsqrt()
@@ -343,7 +379,7 @@ def _gate(gate: nn.Module, source: int, number: int) -> Gate:
 def _pool(module: Union[nn.MaxPool2d, nn.AvgPool2d], source: int, target: int) -> Pool:
     average = isinstance(module, nn.AvgPool2d)
     padding = _single(module.padding, module)
-    if isinstance(module, AvgPool2dSame) or getattr(module, 'divisor_override', None) is not None \
+    if type(module) not in (nn.MaxPool2d, nn.AvgPool2d) or getattr(module, 'divisor_override', None) is not None \
             or _single(getattr(module, 'dilation', 1), module) != 1 \
             or (average and module.count_include_pad and (padding or module.ceil_mode)):
         raise _unsupported(module)

@@ -86,7 +86,7 @@ class _Conv(_Step):
         else:  # nothing to add up, or nowhere to
             reach = self.dilation * (weight.shape[2] - 1) + 1
             size = [(n + 2 * self.padding - reach) // self.stride + 1 for n in x.shape[2:]]
-            y = bias[None, :, None, None].repeat(1, 1, *size)
+            y = bias[None, :, None, None].repeat(len(x), 1, *size)
         if self.residual is not None:
             y += state.maps[self.residual]
         state.maps[self.target] = F.relu_(y) if self.relu else y
