@@ -128,11 +128,12 @@ def check_outputs(sides: Sequence[Tuple[Row, Run]]) -> None:
 
 
 def time_in_turns(sides: Sequence[Tuple[Row, Run]], rounds: int) -> None:
-    """Time all sides once in every round, in an order of its own; the first round warms up."""
+    """Time all sides once in every round, in an order of its own. The first round warms up."""
     order = random.Random(0)
     for index in tqdm(range(rounds + 1), desc='rounds', leave=False):
         for row, run in order.sample(sides, len(sides)):
-            time.sleep(0.02)  # idle threads of the last runtime wait actively for a while: not at the cost of this one
+            time.sleep(0.03)  # the threads of the runtime before wait actively for more work: let them fall asleep
+            run()  # and steady use is what is timed
             start = time.perf_counter()
             run()
             if index:
