@@ -20,7 +20,8 @@ from .schedules import Epochs, check_epochs, linear_anneal, linear_warmup
 from .snapshots import GateSnapshots
 
 __all__ = [
-    'FeatureShaping', 'GateLosses', 'Objective', 'Term', 'gate_density', 'gate_logits', 'objectives', 'shape_features',
+    'FeatureShaping', 'GateLosses', 'Objective', 'Term', 'gate_density', 'gate_logits', 'gate_prior', 'objectives',
+    'shape_features',
 ]
 
 PriorSpec = Union[Prior, str, Mapping[str, Any]]
@@ -164,6 +165,15 @@ def gate_density(model: nn.Module) -> Dict[str, torch.Tensor]:
     logits = gate_logits(model).detach()
     decisions = torch.cat([gate.decision for _, gate in gates(model)], dim=1)  # type: ignore[misc]
     return {'gate_density': decisions.mean(), 'gate_density_eval': (logits > 0).to(logits.dtype).mean()}
+
+
+def gate_prior(model: nn.Module) -> Optional[Prior]:
+    """The prior that batch shaping drives the gates of a model to, None if nothing in the model does."""
+    for module in model.modules():
+        prior = getattr(module, 'prior', None)
+        if isinstance(prior, Prior) and not isinstance(module, _FeatureTap):
+            return prior
+    return None
 
 
 def gate_logits(model: nn.Module) -> torch.Tensor:
