@@ -14,11 +14,12 @@ that folder to --snapshots. In segmentation, an image belongs to every class tha
 import argparse
 import sys
 from pathlib import Path
-from typing import Dict, Iterable, List, Optional, Tuple
+from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 
+import torch.nn as nn
 from tqdm import tqdm
 
-from timm_gated import Beta
+from timm_gated import Beta, gates
 from timm_gated.analysis import (
     GateRecord,
     ReportOptions,
@@ -44,6 +45,16 @@ def parse_groups(items: Iterable[str]) -> Dict[str, List[str]]:
             raise ValueError(f"a group is written NAME=CLASS,CLASS,…, got '{item}'.")
         groups[name] = members.split(',')
     return groups
+
+
+def check_names(options: ReportOptions, class_names: Sequence[str], model: nn.Module) -> None:
+    """Refuse classes and gates that do not exist, before the work."""
+    wanted = [*(options.classes or ()), *(name for members in (options.groups or {}).values() for name in members)]
+    known_gates = [f'{name}/{index}' for name, gate in gates(model) for index in range(gate.num_gates)]
+    for kind, names, known in (('class', wanted, class_names), ('gate', options.gates or (), known_gates)):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"there is no {kind} '{name}' among {', '.join(known[:8])} … ({len(known)} in all).")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -100,10 +111,11 @@ def run(args: argparse.Namespace) -> Tuple[GateRecord, FetchImage, ReportOptions
         options.name = args.name or args.model
         options.model, options.data = args.model, f'{args.data_dir or args.dataset}, {args.split}'
         record_of = record_classifier
+    check_names(options, data.class_names, check_gated(model))
     if options.name in options.compare:
         raise ValueError(f"a report to compare with is also called '{options.name}': give this one a --name.")
     options.prior = gate_prior(model) or Beta()
-    record = record_of(check_gated(model), tqdm(data.loader, desc=options.name, unit='batch'), data.class_names)
+    record = record_of(model, tqdm(data.loader, desc=options.name, unit='batch'), data.class_names)
     return record, data.fetch_image, options
 
 

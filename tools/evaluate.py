@@ -9,6 +9,7 @@ A checkpoint is of --model, or says its own as MODEL=FILE. The JSON file is what
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
@@ -38,8 +39,9 @@ def evaluate(text: str, args: argparse.Namespace) -> Result:
     """
     model, checkpoint = parse_checkpoint(text, args.model)
     path = Path(checkpoint)
-    # timm calls every run's checkpoint the same and puts it into a folder that has the run's name
-    name = model if not checkpoint else path.parent.name if path.stem.startswith('model_best') else path.stem
+    name = re.sub(r'(\.(pth|pt|th|tar|safetensors))+$', '', path.name)
+    if name in ('model_best', 'last'):  # every run of timm has one, in a folder with the run's name
+        name = path.resolve().parent.name
     network = create_network(model, checkpoint, args)
     data = create_data(network, args)
     record = record_classifier(network, tqdm(data.loader, desc=name or model, unit='batch'), data.class_names)

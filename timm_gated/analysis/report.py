@@ -132,7 +132,7 @@ def write_report(
         if options.groups:  # asked for
             raise
         why_not = str(error)
-    sections = _sections(record, fetch_image, options, similarity, why_not)
+    sections = report_sections(record, fetch_image, options, similarity, why_not)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f'.{target.name}.') as scratch:
         made = Path(scratch) / 'new'
@@ -160,13 +160,22 @@ def _default_classes(similarity: Optional[ClassSimilarity]) -> List[str]:
     return [similarity.names[k] for k in (first, second, similarity.correlation[first].argmin())]
 
 
-def _sections(
+def report_sections(
         record: GateRecord,
         fetch_image: FetchImage,
         options: ReportOptions,
         similarity: Optional[ClassSimilarity],
         why_not: str,
 ) -> List[Section]:
+    """The sections of a report, with their figures.
+
+    Args:
+        record: Of a pass over a data set.
+        fetch_image: Fetches an image by its index.
+        options: What to show.
+        similarity: Of the classes, None if they cannot be compared.
+        why_not: The reason for that.
+    """
     rare_gates = specialised_gates(record, rare=options.rare)
     classes = _default_classes(similarity) if options.classes is None else options.classes
     above = f'{options.threshold:.0%}'
