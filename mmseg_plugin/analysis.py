@@ -5,7 +5,7 @@ Its accuracy is the share of its labelled pixels that are right, its confidence 
 """
 import argparse
 from pathlib import Path
-from typing import Any, Iterable, List, Sequence, Tuple
+from typing import Any, Iterable, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -15,10 +15,10 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import Runner, load_checkpoint
 from mmseg.registry import MODELS
 
-from timm_gated.analysis.record import GateRecord, Outcome, Recorder
+from timm_gated.analysis.record import Outcome
 from timm_gated.analysis.sources import Data
 
-__all__ = ['create_segmentation', 'record_segmentor']
+__all__ = ['create_segmentation', 'segmentation_outcome']
 
 
 def create_segmentation(
@@ -52,16 +52,26 @@ def create_segmentation(
         load_checkpoint(model, checkpoint, map_location='cpu')
     loader = Runner.build_dataloader(cfg.test_dataloader)
     dataset: Any = loader.dataset
+    class_names = list(dataset.metainfo['classes'])
     bgr = model.data_preprocessor.channel_conversion  # the pipeline loads BGR, and the model turns it
 
     def fetch_image(index: int) -> np.ndarray:
         pixels = dataset[index]['inputs'].permute(1, 2, 0).numpy()
         return np.ascontiguousarray(pixels[..., ::-1] if bgr else pixels)
 
-    return model.to(device).eval(), Data(loader, list(dataset.metainfo['classes']), fetch_image)
+    def step(batch: Any) -> Outcome:
+        return segmentation_outcome(model.test_step(batch), len(class_names))
+
+    return model.to(device).eval(), Data(loader, class_names, fetch_image, step)
 
 
-def _outcome(results: Iterable[Any], num_classes: int) -> Outcome:
+def segmentation_outcome(results: Iterable[Any], num_classes: int) -> Outcome:
+    """How a batch of a segmentor went.
+
+    Args:
+        results: Data samples of its prediction, with their label maps.
+        num_classes: Number of classes.
+    """
     members, correct, confidence = [], [], []
     for result in results:
         if 'gt_sem_seg' not in result:
@@ -78,27 +88,3 @@ def _outcome(results: Iterable[Any], num_classes: int) -> Outcome:
         correct.append((truth == prediction)[labelled].float().mean().nan_to_num())
         confidence.append(torch.softmax(logits.float(), dim=0).amax(0).mean())
     return Outcome(torch.stack(members), torch.stack(correct), torch.stack(confidence))
-
-
-@torch.inference_mode()
-def record_segmentor(
-        model: nn.Module,
-        loader: Iterable[Any],
-        class_names: Sequence[str],
-        num_examples: int = 8,
-) -> GateRecord:
-    """Run a segmentor over a data set and record what its gates do.
-
-    Args:
-        model: An mmseg segmentor; it is put into evaluation mode.
-        loader: Yields batches as mmengine's loaders do, in the order of the data set.
-        class_names: Names of the classes.
-        num_examples: How many images to remember for each gate.
-    """
-    segmentor: Any = model.eval()
-    recorder = Recorder(model, class_names, num_examples)
-    for data in loader:
-        with recorder.batch():
-            results: List[Any] = segmentor.test_step(data)
-        recorder.update(_outcome(results, len(class_names)))
-    return recorder.record()

@@ -10,7 +10,8 @@ from nets import shuffle
 from PIL import Image
 
 import timm_gated  # noqa: F401
-from timm_gated.analysis import GateRecord, record_classifier
+from timm_gated.analysis import GateRecord, record_gates
+from timm_gated.analysis.record import classification_step
 
 CLASSES = ['ant', 'bee', 'cow', 'dog', 'eel', 'fox', 'gnu']
 MODEL_KWARGS = dict(layers=(1, 1, 1), channels=(8, 8, 8), num_classes=len(CLASSES))
@@ -32,7 +33,7 @@ def make_batches(num_batches: int = 4, size: int = 16, classes: int = len(CLASSE
 
 
 def make_record(net: nn.Module, batches: List[Tuple], num_examples: int = 8) -> GateRecord:
-    return record_classifier(net, batches, CLASSES, num_examples)
+    return record_gates(net, batches, CLASSES, classification_step(net, len(CLASSES)), num_examples)
 
 
 def fetch_image(index: int) -> np.ndarray:

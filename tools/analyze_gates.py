@@ -26,7 +26,7 @@ from timm_gated.analysis import (
     check_gated,
     check_target,
     load_distribution,
-    record_classifier,
+    record_gates,
     write_report,
 )
 from timm_gated.analysis.sample_figures import FetchImage
@@ -98,11 +98,10 @@ def run(args: argparse.Namespace) -> Tuple[GateRecord, FetchImage, ReportOptions
         compare={name: layers for path in args.compare for name, layers in load_distribution(path).items()},
         snapshots=load_snapshots(args.snapshots) if args.snapshots else None)
     if args.mmseg_config:
-        from mmseg_plugin.analysis import create_segmentation, record_segmentor  # needs the extra `mmseg`
+        from mmseg_plugin.analysis import create_segmentation  # needs the extra `mmseg`
         model, data = create_segmentation(args.mmseg_config, args.checkpoint, args.cfg_options, args.device)
         options.name = args.name or Path(args.mmseg_config).stem
         options.model, options.data = Path(args.mmseg_config).stem, 'test_dataloader'
-        record_of = record_segmentor
     else:
         if not args.model:
             raise ValueError('give --model (a gated timm model) or --mmseg-config.')
@@ -110,12 +109,12 @@ def run(args: argparse.Namespace) -> Tuple[GateRecord, FetchImage, ReportOptions
         data = create_data(check_gated(model), args)
         options.name = args.name or args.model
         options.model, options.data = args.model, f'{args.data_dir or args.dataset}, {args.split}'
-        record_of = record_classifier
     check_names(options, data.class_names, check_gated(model))
     if options.name in options.compare:
         raise ValueError(f"a report to compare with is also called '{options.name}': give this one a --name.")
     options.prior = gate_prior(model) or Beta()
-    record = record_of(model, tqdm(data.loader, desc=options.name, unit='batch'), data.class_names)
+    batches = tqdm(data.loader, desc=options.name, unit='batch')
+    record = record_gates(model, batches, data.class_names, data.step)
     return record, data.fetch_image, options
 
 

@@ -17,7 +17,7 @@ from typing import Any, Dict, List, Optional, Sequence
 from tqdm import tqdm
 
 import timm_gated  # noqa: F401  (registers the gated models)
-from timm_gated.analysis import record_classifier, summary
+from timm_gated.analysis import record_gates, summary
 from timm_gated.analysis.sources import (
     add_data_options,
     add_model_options,
@@ -44,7 +44,8 @@ def evaluate(text: str, args: argparse.Namespace) -> Result:
         name = path.resolve().parent.name
     network = create_network(model, checkpoint, args)
     data = create_data(network, args)
-    record = record_classifier(network, tqdm(data.loader, desc=name or model, unit='batch'), data.class_names)
+    batches = tqdm(data.loader, desc=name or model, unit='batch')
+    record = record_gates(network, batches, data.class_names, data.step)
     return {
         'name': name or model, 'model': model, 'checkpoint': checkpoint, 'data': f'{args.data_dir}, {args.split}',
         **summary(record, args.threshold)}

@@ -16,7 +16,7 @@ from .figures import (
 )
 from .measures import class_similarity, difficulty, prior_distance, specialised_gates, summary
 from .published import PUBLISHED, Point
-from .record import GateRecord, Outcome, Recorder, check_gated, record_classifier
+from .record import GateRecord, Outcome, Recorder, check_gated, record_classifier, record_gates
 from .report import ReportOptions, check_target, load_distribution, write_report
 from .sample_figures import difficulty_figure, extremes_figure, macs_figure, specialised_figure
 from .tradeoff import load_points, trade_off_figure
@@ -44,6 +44,7 @@ __all__ = [
     'prior_distance',
     'prior_figure',
     'record_classifier',
+    'record_gates',
     'specialised_figure',
     'specialised_gates',
     'summary',

@@ -5,7 +5,7 @@ Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://op
 The paper's Figures 1b, 5 and 6 and what its text says of classes, for any gated model. All are narrow, so that they can
 be read on a phone. None uses pyplot, whose global state would leak into a user's session.
 """
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, List, Mapping, Optional, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -24,7 +24,7 @@ __all__ = [
     'prior_figure',
 ]
 
-WIDTH = 5.6  # inches
+WIDTH = 5.  # inches
 KIND_COLOURS = {'always_on': '#31688e', 'conditional': '#35b779', 'always_off': '#c8c8c8'}
 CLASS_COLOURS = ('#d55e00', '#0072b2', '#cc79a7', '#e69f00', '#009e73', '#56b4e9')  # for colour-blind eyes too
 
@@ -222,11 +222,12 @@ def class_similarity_figure(similarity: ClassSimilarity, max_labels: int = 60) -
 
 
 def _similarity_title(similarity: ClassSimilarity) -> str:
-    parts: Dict[str, Optional[float]] = {
-        'within groups': similarity.within, 'between groups': similarity.between,
-        'with confusions': similarity.confusion}
-    given = [f'{name} {value:.2f}' for name, value in parts.items() if value is not None]
-    return 'correlation: ' + ', '.join(given) if given else f'cophenetic correlation {similarity.cophenetic:.2f}'
+    lines = []
+    if similarity.within is not None:
+        lines.append(f'correlation within groups {similarity.within:.2f}, between groups {similarity.between:.2f}')
+    if similarity.confusion is not None:
+        lines.append(f'rank correlation with confusions {similarity.confusion:.2f}')
+    return '\n'.join(lines or [f'cophenetic correlation {similarity.cophenetic:.2f}'])
 
 
 def _draw_tree(axis: Axes, linkage: np.ndarray, count: int) -> None:

@@ -18,7 +18,7 @@ body { margin: 0 auto; max-width: 46rem; padding: 1rem; font: 1rem/1.5 system-ui
 h1 { font-size: 1.5rem; line-height: 1.25; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2.5rem 0 .5rem; }
 figure { margin: 0; }
-img { display: block; width: 100%; height: auto; }
+img { display: block; width: 100%; max-width: 40rem; height: auto; }
 figcaption, .about { color: #555; font-size: .9rem; overflow-wrap: anywhere; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .2rem; border-bottom: 1px solid #ddd; text-align: left; font-weight: normal; }

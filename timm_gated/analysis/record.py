@@ -8,7 +8,7 @@ gates decided for it is not kept. So ImageNet's validation set takes a megabyte 
 Works on every model whose gates follow the protocol of `timm_gated.gates`.
 """
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -19,7 +19,10 @@ from ..macs import MacCounter
 from ..snapshots import histograms
 from ..statistics import GateCounts, GateStatistics, gate_kinds
 
-__all__ = ['GateRecord', 'Outcome', 'Recorder', 'check_gated', 'record_classifier']
+__all__ = [
+    'GateRecord', 'Outcome', 'Recorder', 'check_gated', 'classification_outcome', 'classification_step',
+    'record_classifier', 'record_gates',
+]
 
 BINS = 100  # of the histogram of sigmoid(logit)
 
@@ -309,29 +312,55 @@ def classification_outcome(output: torch.Tensor, labels: torch.Tensor, num_class
 
 
 @torch.inference_mode()
-def record_classifier(
+def record_gates(
         model: nn.Module,
         loader: Iterable[Any],
         class_names: Sequence[str],
+        step: Callable[[Any], Outcome],
         num_examples: int = 8,
 ) -> GateRecord:
-    """Run a classifier over a data set and record what its gates do.
+    """Run a model over a data set and record what its gates do.
 
     Args:
         model: The model; it is put into evaluation mode. One without gates gives a record without gates.
-        loader: Yields (images, labels), in the order of the data set.
-        class_names: Names of the classes; every label must be below their number.
-        num_examples: How many images to remember for each gate.
+        loader: Yields batches, in the order of the data set.
+        class_names: Names of the classes.
+        step: Runs the model on a batch and tells how it went.
+        num_examples: How many inputs to remember for each gate.
     """
     model.eval()
-    device = next(model.parameters()).device
     recorder = Recorder(model, class_names, num_examples)
-    for images, labels in loader:
-        images, labels = images.to(device), labels.to(device)
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(class_names):
-            raise ValueError(
-                f'a label is {int(labels.min())} or {int(labels.max())}, but there are {len(class_names)} classes.')
+    for batch in loader:
         with recorder.batch():
-            output = model(images)
-        recorder.update(classification_outcome(output, labels, len(class_names)))
+            outcome = step(batch)
+        recorder.update(outcome)
     return recorder.record()
+
+
+def classification_step(model: nn.Module, num_classes: int) -> Callable[[Any], Outcome]:
+    """Step of a classifier for `record_gates`, over batches (images, labels).
+
+    Args:
+        model: The model.
+        num_classes: Number of classes of the data; every label must be below it.
+    """
+    device = next(model.parameters()).device
+
+    def step(batch: Any) -> Outcome:
+        images, labels = (part.to(device) for part in batch)
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+            raise ValueError(
+                f'a label is {int(labels.min())} or {int(labels.max())}, but there are {num_classes} classes.')
+        return classification_outcome(model(images), labels, num_classes)
+    return step
+
+
+def record_classifier(model: nn.Module, loader: Iterable[Any], class_names: Sequence[str]) -> GateRecord:
+    """Run a classifier over a data set and record what its gates do.
+
+    Args:
+        model: The model; it is put into evaluation mode.
+        loader: Yields (images, labels), in the order of the data set.
+        class_names: Names of the classes.
+    """
+    return record_gates(model, loader, class_names, classification_step(model, len(class_names)))

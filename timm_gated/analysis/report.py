@@ -211,7 +211,8 @@ def report_sections(
             prior_figure(record, options.prior, options.gates)),
     ]
     if not rare_gates:
-        sections[2].text = f'No gate is open for a few images and for at most {options.rare:.0%} of them.'
+        fires = record.examples.shape[1]
+        sections[2].text = f'No gate fires for at least {fires} images and at most {options.rare:.0%} of them.'
     if options.snapshots is not None:
         recorded = [name for name in options.gates or () if name in options.snapshots.names]
         sections.append(Section(
@@ -222,14 +223,13 @@ def report_sections(
 
 
 def _difficulty_text(numbers: Difficulty) -> str:
-    def show(value: Optional[float], unit: float = 1., suffix: str = '') -> str:
-        return 'undefined' if value is None else f'{value / unit:.4g}{suffix}'
-
+    right, wrong = (
+        'none' if macs is None else f'{macs / 1e6:.2f} M' for macs in (numbers.macs_right, numbers.macs_wrong))
+    confidence, correct = (
+        'undefined' if rank is None else f'{rank:.3f}' for rank in (numbers.macs_confidence, numbers.macs_correct))
     return (
-        f'Mean MACs of images that were right: {show(numbers.macs_right, 1e6, " M")}, of the others: '
-        f'{show(numbers.macs_wrong, 1e6, " M")}. Rank correlation of MACs with confidence: '
-        f'{show(numbers.macs_confidence)}, with being right: {show(numbers.macs_correct)}; negative means that hard '
-        f'images cost more.')
+        f'Mean MACs of images that were right: {right}, of the others: {wrong}. Rank correlation of MACs with '
+        f'confidence: {confidence}, with being right: {correct}; negative means that hard images cost more.')
 
 
 def _similarity_text(similarity: ClassSimilarity) -> str:

@@ -3,7 +3,7 @@ import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, List, Tuple
+from typing import Any, Callable, List, Tuple
 
 import numpy as np
 import timm
@@ -13,6 +13,7 @@ from timm.data import create_dataset, create_loader, resolve_data_config
 from timm.models import load_checkpoint
 from timm.utils import ParseKwargs
 
+from .record import Outcome, classification_step
 from .sample_figures import FetchImage
 
 __all__ = ['Data', 'add_data_options', 'add_model_options', 'create_data', 'create_network', 'parse_checkpoint']
@@ -94,16 +95,18 @@ def create_network(model: str, checkpoint: str, args: argparse.Namespace) -> nn.
 
 @dataclass
 class Data:
-    """A data set to run over.
+    """A data set, and how a model runs over it.
 
     Attributes:
-        loader: Yields (images, labels) in the order of the data set.
+        loader: Yields batches in the order of the data set.
         class_names: Names of the classes.
         fetch_image: Fetches an image, as the model sees it, by its index.
+        step: Runs the model on a batch and tells how it went.
     """
     loader: Any
     class_names: List[str]
     fetch_image: FetchImage
+    step: Callable[[Any], Outcome]
 
 
 def create_data(network: nn.Module, args: argparse.Namespace) -> Data:
@@ -137,7 +140,8 @@ def create_data(network: nn.Module, args: argparse.Namespace) -> Data:
         pixels = (dataset[index][0] * std + mean).clamp(0, 1).mul(255).round().byte()
         return pixels.expand(3, -1, -1).permute(1, 2, 0).numpy()
 
-    return Data(loader, _class_names(dataset, network.num_classes), fetch_image)  # type: ignore[arg-type]
+    class_names = _class_names(dataset, network.num_classes)  # type: ignore[arg-type]
+    return Data(loader, class_names, fetch_image, classification_step(network, len(class_names)))
 
 
 def _class_names(dataset: Any, num_outputs: int) -> List[str]:
