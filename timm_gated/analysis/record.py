@@ -2,8 +2,8 @@
 
 One pass over the data fills a `GateRecord`, from which all figures and numbers follow. It is made of counters: for each
 gate, how often it was open, in all and within each class, and a histogram of its sigmoid(logit); and the few inputs
-that moved it most. Of an input itself stay its MACs, label, prediction and confidence, some twenty bytes; what single
-gates decided for it is not kept. So ImageNet's validation set takes a megabyte more than a few batches.
+that moved it most. Of an input itself stay its MACs, label, prediction and confidence, 24 bytes; what single gates
+decided for it is not kept. So ImageNet's validation set takes a megabyte more than a few batches.
 
 Works on every model whose gates follow the protocol of `timm_gated.gates`.
 """
@@ -78,7 +78,7 @@ class GateRecord:
         confidence: Probability of each input's prediction, [N].
         label: Class of each input, [N]; -1 for label maps.
         prediction: Predicted class of each input, [N]; -1 for label maps.
-        members: The classes of each input, packed by `numpy.packbits`, [N, ceil(C / 8)].
+        members: For label maps, the classes of each input, packed by `numpy.packbits`, [N, ceil(C / 8)].
         top5: Share of the inputs whose class was among the first five, or None.
     """
     layers: Dict[str, int]
@@ -119,6 +119,8 @@ class GateRecord:
 
     def of_class(self, index: int) -> np.ndarray:
         """Which inputs belong to a class, [N] of booleans."""
+        if self.labelled:
+            return self.label == index
         return np.unpackbits(self.members[:, index // 8, None], axis=1)[:, index % 8].astype(bool)
 
     def class_index(self, name: str) -> int:
@@ -232,7 +234,7 @@ class Recorder:
                 ('confidence', outcome.confidence.float().cpu().numpy()),
                 ('label', (none if outcome.label is None else outcome.label).int().cpu().numpy()),
                 ('prediction', (none if outcome.prediction is None else outcome.prediction).int().cpu().numpy()),
-                ('members', np.packbits(members, axis=1)),
+                ('members', np.packbits(members[:, :0 if outcome.label is not None else None], axis=1)),
         ):
             self._columns[name].append(column)
 
