@@ -162,3 +162,9 @@ def test_help(tool, capsys):
     with pytest.raises(SystemExit) as stop:
         main(tool, '--help')
     assert stop.value.code == 0 and 'tools/' in capsys.readouterr().out
+
+
+def test_benchmark_runs(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(TOOLS))  # as for a script
+    main('benchmark_analysis', '--images', '2', '--batch-size', '2', '--rounds', '1')
+    assert re.search(r'plain [\d.]+ s, recorded [\d.]+ s, [\d.]+ times as long', capsys.readouterr().out)

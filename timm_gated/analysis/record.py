@@ -7,6 +7,7 @@ decided for it is not kept. So ImageNet's validation set takes a megabyte more t
 
 Works on every model whose gates follow the protocol of `timm_gated.gates`.
 """
+from array import array
 from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
@@ -69,7 +70,8 @@ class GateRecord:
         open_share: Share of the inputs for which each gate was open, [gates].
         open_share_by_class: The same within each class, [C, gates]; NaN where a class never occurred.
         histogram: Of each gate's sigmoid(logit) over equal bins of [0, 1], [gates, bins].
-        examples: Inputs with the highest logits of each gate, best first, [gates, examples]; -1 where it was closed.
+        examples: Of the inputs for which each gate was open, those with the highest logits, best first, [gates,
+            examples]; -1 where there are no more.
         macs: MACs of each input, [N].
         dense_macs: MACs of an input in the plain network, on average: inputs may differ in size.
         parameters: Parameters of the model.
@@ -203,8 +205,10 @@ class Recorder:
         self._num_samples = 0
         self._dense_macs = self._parameters_used = 0.
         self._top5: Optional[float] = 0.
-        self._columns: Dict[str, List[np.ndarray]] = {
-            name: [] for name in ('macs', 'correct', 'confidence', 'label', 'prediction', 'members')}
+        # Contiguous: a small array for every batch, kept, would pin the memory of all that was freed around it.
+        self._columns: Dict[str, Any] = {
+            'macs': array('q'), 'correct': array('f'), 'confidence': array('f'), 'label': array('i'),
+            'prediction': array('i'), 'members': array('B')}
 
     def batch(self) -> MacCounter:
         """Context in which to run the model on one batch."""
@@ -236,7 +240,7 @@ class Recorder:
                 ('prediction', (none if outcome.prediction is None else outcome.prediction).int().cpu().numpy()),
                 ('members', np.packbits(members[:, :0 if outcome.label is not None else None], axis=1)),
         ):
-            self._columns[name].append(column)
+            self._columns[name].frombytes(column.tobytes())
 
     def _update_gates(self) -> None:
         logits = torch.cat([gate.logits.float() for _, gate in self._gates], dim=1)  # type: ignore[union-attr]
@@ -247,6 +251,8 @@ class Recorder:
                 f"a logit of gate '{names[index]}' is NaN for input {self._num_samples + sample}: the weights or the "
                 f'input are not finite. Was the training stable, and is the input normalised as in training?')
         self._histogram = self._histogram + histograms(torch.sigmoid(logits), BINS)
+        decisions = torch.cat([gate.decision for _, gate in self._gates], dim=1)  # type: ignore[misc]
+        logits = logits.masked_fill(decisions == 0, -torch.inf)  # examples are inputs for which the gate was open
         indices = torch.arange(self._num_samples, self._num_samples + len(logits), device=logits.device)
         indices = indices[:, None].expand_as(logits)
         if self._best is not None:
@@ -266,8 +272,9 @@ class Recorder:
             by_class = torch.cat(list(self._statistics.open_share_by_class().values()), dim=1).cpu().numpy()
             histogram = self._histogram.cpu().numpy()
             values, indices = (tensor.T.cpu() for tensor in self._best)
-            examples = torch.where(values > 0, indices, -1).numpy()
-        columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
+            examples = torch.where(values > -torch.inf, indices, -1).numpy()
+        columns = {name: np.array(column) for name, column in self._columns.items()}
+        columns['members'] = columns['members'].reshape(self._num_samples, -1)
         return GateRecord(
             layers={name: gate.num_gates for name, gate in self._gates},
             class_names=self._class_names,
