@@ -65,8 +65,10 @@ INSTALL_REQUIRES = [
 ]
 
 DEMO = ['matplotlib', 'scikit-learn']
+ANALYSIS = ['matplotlib', 'pyarrow', 'scipy']
 
 EXTRAS = {
+    'analysis': ANALYSIS,
     # mmengine needs pkg_resources, hence setuptools<81; mmsegmentation refuses mmcv>=2.2 and does not declare ftfy
     # and regex. A full mmcv in place of mmcv-lite works as well.
     'mmseg': [
@@ -86,7 +88,7 @@ EXTRAS = {
         'fvcore',
         'onnx',
         'onnxscript',
-        'scipy',
+        *ANALYSIS,
         *DEMO,
     ],
 }

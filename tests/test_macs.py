@@ -359,3 +359,26 @@ def test_counting_in_training_mode_leaves_no_trace():
 def test_a_lone_gate():
     macs = count_macs(ChannelGate(8, 12), images(2, 8))
     assert macs.dense == 0 and macs.per_sample.tolist() == [gate_macs(8, 12)] * 2
+
+
+# Parameters
+
+
+def test_parameters_used_by_hand():
+    block = GatedBottleneck(10, 6, downsample=nn.Conv2d(10, 24, 1))
+    num_open = {1: (2, 6), 2: (5, 0)}
+    masks = {f'gate{i}': (torch.arange(6) < torch.tensor(num_open[i])[:, None]).float() for i in (1, 2)}
+    with force_gates(block.eval(), masks), MacCounter(block) as counter:
+        block(images(2, 10, 8, 8))
+    total = sum(p.numel() for p in block.parameters())
+    expected = [
+        total - 10 * (6 - open1) - 9 * (6 * 6 - open1 * open2) - 24 * (6 - open2)
+        for open1, open2 in zip(*num_open.values(), strict=True)]
+    assert counter.parameters().tolist() == pytest.approx(expected)
+
+
+def test_a_dense_network_uses_all_parameters():
+    model = timm.create_model('cifar_resnet20').eval()
+    with MacCounter(model) as counter:
+        model(images(2, 3, 16, 16))
+    assert counter.parameters().tolist() == [sum(p.numel() for p in model.parameters())] * 2

@@ -119,3 +119,43 @@ def test_update_before_a_forward_pass_is_refused():
 def test_reading_before_an_update_is_refused(read):
     with pytest.raises((RuntimeError, ValueError), match='no input|update'):
         read(GateStatistics())
+
+
+# By class
+
+
+def test_shares_by_class_by_hand(net):
+    """Four images: two of class 0, one of classes 0 and 2, one of class 2; class 1 never occurs."""
+    members = torch.tensor([[1, 0, 0], [1, 0, 0], [1, 0, 1], [0, 0, 1]]).bool()
+    statistics = GateStatistics(num_classes=3)
+    with force_gates(net, 'closed'), force_gates(net, {'layer1.0.gate1': mask_open_for([0] * 14 + [4, 2], 4)}):
+        net(torch.zeros(4, 3, 2, 2))
+    statistics.update(net, members)
+    assert statistics.samples_by_class.tolist() == [3, 0, 2]
+    share = statistics.open_share_by_class()['layer1.0.gate1']
+    assert share[0].tolist() == pytest.approx([0.] * 14 + [1., 2 / 3])
+    assert share[1].isnan().all()
+    assert share[2].tolist() == [0.] * 14 + [1., 0.]
+    assert statistics.open_share()['layer1.0.gate1'].tolist() == [0.] * 14 + [1., 0.5]
+
+
+def test_classes_add_up_over_batches_and_processes(net):
+    statistics = GateStatistics(num_classes=2)
+    for label in (0, 1, 1):
+        net(torch.randn(2, 3, 16, 16))
+        statistics.update(net, torch.eye(2).bool()[[label, 1]])
+    assert statistics.samples_by_class.tolist() == [1, 5]
+    before = statistics.open_share_by_class()
+    statistics.reduce(lambda count: count.mul_(2))  # as two equal processes do
+    assert statistics.samples_by_class.tolist() == [2, 10] and statistics.num_samples == 12
+    assert all(torch.equal(share, before[name]) for name, share in statistics.open_share_by_class().items())
+
+
+def test_classes_must_fit(net):
+    net(torch.randn(2, 3, 16, 16))
+    with pytest.raises(ValueError, match='statistics of 3 classes need the classes'):
+        GateStatistics(num_classes=3).update(net)
+    with pytest.raises(ValueError, match=r'\[N, 3\], one column a class, got \[2, 4\]'):
+        GateStatistics(num_classes=3).update(net, torch.zeros(2, 4).bool())
+    with pytest.raises(RuntimeError, match='by class yet'):
+        GateStatistics(num_classes=3).open_share_by_class()

@@ -7,7 +7,7 @@ Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://op
 import math
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Dict, Set, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
 import torch.nn as nn
@@ -62,8 +62,9 @@ class MacCounter:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._by_module: Dict[str, ModuleMacs] = {}
+        self._full: Dict[str, int] = {}  # MACs of a sample with everything open
+        self._used: Dict[str, torch.Tensor] = {}  # and what is left of them, of convolutions that gates switch
+        self._batch: Optional[Tuple[int, torch.device]] = None  # number of samples, and where they are
         self._switches: Dict[str, Tuple[Any, Any]] = {}  # gates over the inputs and over the outputs of convolutions
         self._overhead: Set[str] = set()  # what the plain network does not have
         for name, module in model.named_modules():
@@ -72,20 +73,25 @@ class MacCounter:
                 self._overhead.update((f'{prefix}fc1', f'{prefix}fc2'))
             elif hasattr(module, 'gated_convs'):
                 self._overhead.add(f'{prefix}gate_pool')
-                self._switches.update({prefix + conv: pair for conv, pair in module.gated_convs.items()})
+                self._switches.update({
+                    prefix + conv: pair for conv, pair in module.gated_convs.items()
+                    if any(gate is not None for gate in pair)})
         known = {id(gate) for pair in self._switches.values() for gate in pair}
         for name, gate in gates(model):
             if name and id(gate) not in known:  # (a gate by itself switches nothing)
                 raise ValueError(
                     f"cannot tell what gate '{name}' switches: its block is not in this model (a traced copy, maybe). "
                     f'Count the model that it was made from.')
+        self._modules = {
+            name: module for name, module in model.named_modules()
+            if name in self._overhead or isinstance(module, (_ConvNd, nn.Linear))}
+        self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._handles: List[Any] = []
 
     def __enter__(self) -> 'MacCounter':
-        self._by_module = {}
+        self._full, self._used, self._batch = {}, {}, None
         self._handles = [
-            module.register_forward_hook(partial(self._record, name))
-            for name, module in self.model.named_modules()
-            if name in self._overhead or isinstance(module, (_ConvNd, nn.Linear))]
+            module.register_forward_hook(partial(self._record, name)) for name, module in self._modules.items()]
         return self
 
     def __exit__(self, *args: Any) -> None:
@@ -93,25 +99,49 @@ class MacCounter:
             handle.remove()
 
     def _record(self, name: str, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        # A hook for every module of every batch: what does not depend on the sample stays out of tensors.
         full = _full_macs(module, args[0], output)
-        per_sample = torch.full((output.shape[0],), full, dtype=torch.int64, device=output.device)
-        for gate in self._switches.get(name, ()):  # which a block calls before its convolutions
-            if gate is not None:
-                per_sample = per_sample // gate.num_gates * gate.decision.sum(1).long()
-        dense = 0 if name in self._overhead else full
-        if name in self._by_module:  # a second pass, such as that of another crop
-            dense, per_sample = dense + self._by_module[name].dense, per_sample + self._by_module[name].per_sample
-        self._by_module[name] = ModuleMacs(dense, per_sample)
+        self._batch = output.shape[0], output.device
+        self._full[name] = self._full.get(name, 0) + full  # a second pass adds up, such as that of another crop
+        if name in self._switches:
+            used: Any = full
+            for gate in self._switches[name]:  # which a block calls before its convolutions
+                if gate is not None:
+                    used = used // gate.num_gates * gate.decision.sum(1).long()
+            self._used[name] = self._used.get(name, 0) + used
 
     def macs(self) -> Macs:
         """What was counted since the context was entered."""
-        if not self._by_module:
-            raise RuntimeError('no MACs counted yet: run the model while the context lasts.')
+        num_samples, device = self._counted()
+        by_module = {
+            name: ModuleMacs(
+                dense=0 if name in self._overhead else full,
+                per_sample=self._used[name] if name in self._used else torch.full(
+                    (num_samples,), full, dtype=torch.int64, device=device),
+            )
+            for name, full in self._full.items()}
         return Macs(
-            dense=sum(macs.dense for macs in self._by_module.values()),
-            per_sample=torch.stack([macs.per_sample for macs in self._by_module.values()]).sum(0),
-            by_module=self._by_module,
+            dense=sum(macs.dense for macs in by_module.values()),
+            per_sample=torch.stack([macs.per_sample for macs in by_module.values()]).sum(0),
+            by_module=by_module,
         )
+
+    def parameters(self) -> torch.Tensor:
+        """Parameters that each sample used, [N]: all but the weights of filters, and of their inputs, that were off.
+
+        Norms, biases and gates count in full.
+        """
+        num_samples, device = self._counted()
+        used = torch.full((num_samples,), float(self._num_parameters), dtype=torch.float64, device=device)
+        for name, open_macs in self._used.items():
+            weight = self._modules[name].weight
+            used -= weight.numel() * (1 - open_macs.double() / self._full[name])
+        return used
+
+    def _counted(self) -> Tuple[int, torch.device]:
+        if self._batch is None:
+            raise RuntimeError('no MACs counted yet: run the model while the context lasts.')
+        return self._batch
 
 
 @torch.no_grad()

@@ -17,9 +17,11 @@ from .gate import gates
 from .losses import batch_shaping_loss, check_reduction, l0_loss
 from .priors import Prior, create_prior
 from .schedules import Epochs, check_epochs, linear_anneal, linear_warmup
+from .snapshots import GateSnapshots
 
 __all__ = [
-    'FeatureShaping', 'GateLosses', 'Objective', 'Term', 'gate_density', 'gate_logits', 'objectives', 'shape_features',
+    'FeatureShaping', 'GateLosses', 'Objective', 'Term', 'gate_density', 'gate_logits', 'gate_prior', 'objectives',
+    'shape_features',
 ]
 
 PriorSpec = Union[Prior, str, Mapping[str, Any]]
@@ -41,6 +43,8 @@ class Objective(nn.Module):
 
     def train(self, mode: bool = True) -> 'Objective':
         self.epoch_begins = self.epoch_begins or mode
+        if not mode:
+            self.flush()
         return super().train(mode)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,6 +68,12 @@ class Objective(nn.Module):
         """What else is worth a place in the log."""
         return {}
 
+    def observe(self, model: nn.Module, epoch: int) -> None:
+        """Take note of a training step's forward pass. Called by the task."""
+
+    def flush(self) -> None:
+        """Write what was noted so far. Called when the model goes into evaluation, and for every checkpoint."""
+
 
 def objectives(model: nn.Module) -> List[Objective]:
     """All objectives of a model."""
@@ -82,6 +92,8 @@ class GateLosses(Objective):
         lam_reduction: 'sum' over the gates (the paper's text) or 'mean' (its authors' loss release).
         gamma_reduction: 'mean' over the gates, or 'sum' (the paper's formula).
         log_interval: Training steps between two lines of the log.
+        snapshot_dir: Folder that gets the distribution of some gates, once an epoch (see `timm_gated.snapshots`).
+        snapshot_gates: Number of those gates.
     """
 
     def __init__(
@@ -94,6 +106,8 @@ class GateLosses(Objective):
             lam_reduction: str = 'sum',
             gamma_reduction: str = 'mean',
             log_interval: int = 50,
+            snapshot_dir: Optional[str] = None,
+            snapshot_gates: int = 64,
     ) -> None:
         super().__init__()
         self.lam = check_number(lam, 'lam', minimum=0)
@@ -104,6 +118,7 @@ class GateLosses(Objective):
         self.lam_reduction = check_reduction(lam_reduction, ('sum', 'mean'))
         self.gamma_reduction = check_reduction(gamma_reduction, ('sum', 'mean'))
         self.log_interval = check_number(log_interval, 'log_interval', minimum=1, integer=True)
+        self.snapshots = None if snapshot_dir is None else GateSnapshots(snapshot_dir, snapshot_gates)
 
     def extra_repr(self) -> str:
         return (
@@ -135,12 +150,30 @@ class GateLosses(Objective):
     def stats(self, model: nn.Module) -> Dict[str, torch.Tensor]:
         return gate_density(model)
 
+    def observe(self, model: nn.Module, epoch: int) -> None:
+        if self.snapshots is not None:
+            lam, gamma = self.weights(epoch)
+            self.snapshots.update(model, epoch, lam=lam, gamma=gamma)
+
+    def flush(self) -> None:
+        if self.snapshots is not None:
+            self.snapshots.write()
+
 
 def gate_density(model: nn.Module) -> Dict[str, torch.Tensor]:
     """Share of the gates that were open in the last forward pass, and that would be open without noise."""
     logits = gate_logits(model).detach()
     decisions = torch.cat([gate.decision for _, gate in gates(model)], dim=1)  # type: ignore[misc]
     return {'gate_density': decisions.mean(), 'gate_density_eval': (logits > 0).to(logits.dtype).mean()}
+
+
+def gate_prior(model: nn.Module) -> Optional[Prior]:
+    """The prior that batch shaping drives the gates of a model to, None if nothing in the model does."""
+    for module in model.modules():
+        prior = getattr(module, 'prior', None)
+        if isinstance(prior, Prior) and not isinstance(module, _FeatureTap):
+            return prior
+    return None
 
 
 def gate_logits(model: nn.Module) -> torch.Tensor:

@@ -76,6 +76,8 @@ class ObjectiveTask(TrainingTask):
                     loss = loss + term.weight * term.value
                     result.update({name: term.value, term.weight_name: term.weight})
                 result.update(objective.stats(model))
+                if model.training:
+                    objective.observe(model, self.gate_epoch)
         added = {k: v for k, v in result.items() if k not in ('loss', 'output')}
         result['loss'] = loss
         if self.verbose:
@@ -84,6 +86,8 @@ class ObjectiveTask(TrainingTask):
 
     def get_task_state(self, module: Optional[nn.Module] = None, ema: bool = False) -> Dict[str, Any]:
         self._log.flush()  # a checkpoint is written at the end of an epoch
+        for objective in self._objectives():
+            objective.flush()
         state = super().get_task_state(module=module, ema=ema)
         return state if ema else {**state, _STATE_KEY: self.gate_epoch}
 

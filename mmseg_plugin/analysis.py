@@ -1,0 +1,90 @@
+"""The gates of a segmentor over its test data, for `timm_gated.analysis`
+
+An image belongs to every class that its label map shows, so what a class has open is what images with it have open.
+Its accuracy is the share of its labelled pixels that are right, its confidence the mean over its pixels.
+"""
+import argparse
+from pathlib import Path
+from typing import Any, Iterable, Sequence, Tuple
+
+import numpy as np
+import torch
+import torch.nn as nn
+from mmengine.config import Config, DictAction
+from mmengine.registry import init_default_scope
+from mmengine.runner import Runner, load_checkpoint
+from mmseg.registry import MODELS
+
+from timm_gated.analysis.record import Outcome
+from timm_gated.analysis.sources import Data
+
+__all__ = ['create_segmentation', 'segmentation_outcome']
+
+
+def create_segmentation(
+        config: str,
+        checkpoint: str = '',
+        cfg_options: Sequence[str] = (),
+        device: str = 'cpu',
+) -> Tuple[nn.Module, Data]:
+    """Make the model of an mmseg config and the loader of its `test_dataloader`.
+
+    Args:
+        config: Path of the config.
+        checkpoint: Weights of the model; empty for none.
+        cfg_options: Settings to override, each KEY=VALUE as in mmseg's scripts.
+        device: Where the model goes.
+    """
+    for path in filter(None, (config, checkpoint)):
+        if not Path(path).is_file():
+            raise ValueError(f'there is no file {path}.')
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--cfg-options', nargs='*', action=DictAction, default={})
+    cfg = Config.fromfile(config)
+    cfg.merge_from_dict(parser.parse_args(['--cfg-options', *cfg_options]).cfg_options)
+    init_default_scope(cfg.get('default_scope', 'mmseg'))
+    model = MODELS.build(cfg.model)
+    if model.test_cfg.get('mode') != 'whole':
+        raise ValueError(
+            f"gates decide once for every crop, so an image must be run as a whole: test_cfg.mode must be 'whole', got "
+            f"'{model.test_cfg.get('mode')}'. Override it with --cfg-options model.test_cfg.mode=whole.")
+    if checkpoint:
+        load_checkpoint(model, checkpoint, map_location='cpu')
+    loader = Runner.build_dataloader(cfg.test_dataloader)
+    dataset: Any = loader.dataset
+    class_names = list(dataset.metainfo['classes'])
+    bgr = model.data_preprocessor.channel_conversion  # the pipeline loads BGR, and the model turns it
+
+    def fetch_image(index: int) -> np.ndarray:
+        pixels = dataset[index]['inputs'].permute(1, 2, 0).numpy()
+        return np.ascontiguousarray(pixels[..., ::-1] if bgr else pixels)
+
+    def step(batch: Any) -> Outcome:
+        return segmentation_outcome(model.test_step(batch), len(class_names))
+
+    return model.to(device).eval(), Data(loader, class_names, fetch_image, step)
+
+
+def segmentation_outcome(results: Iterable[Any], num_classes: int) -> Outcome:
+    """How a batch of a segmentor went.
+
+    Args:
+        results: Data samples of its prediction, with their label maps.
+        num_classes: Number of classes.
+    """
+    members, correct, confidence = [], [], []
+    for result in results:
+        if 'gt_sem_seg' not in result:
+            raise ValueError(
+                'an image has no label map: the pipeline of the test_dataloader needs LoadAnnotations, as for mIoU.')
+        logits = result.seg_logits.data
+        if not logits.isfinite().all():
+            raise ValueError(
+                f'the output of the model is not finite (NaN or infinity) for {result.get("img_path", "an image")}: '
+                f'the weights or the input are broken. Was the training stable?')
+        truth, prediction = result.gt_sem_seg.data.flatten().to(logits.device), result.pred_sem_seg.data.flatten()
+        labelled = truth < num_classes  # 255 is no class
+        members.append(torch.bincount(truth[labelled], minlength=num_classes) > 0)
+        correct.append((truth == prediction)[labelled].float().mean().nan_to_num())
+        confidence.append(torch.softmax(logits.float(), dim=0).amax(0).mean())
+    return Outcome(torch.stack(members), torch.stack(correct), torch.stack(confidence))

@@ -1,0 +1,170 @@
+"""The tools as users run them: reports, tables and figures from the command line, and what they say to mistakes"""
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from mmseg_small import write_config
+from small_analysis import CLASSES, MODEL_KWARGS, make_net, write_images
+
+TOOLS = Path(__file__).parents[1] / 'tools'
+NET = ['--model', 'gated_resnet20', '--model-kwargs', 'layers=(1,1,1)', 'channels=(8,8,8)', '--num-classes', '7']
+
+
+def run(tool: str, *args) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(TOOLS / f'{tool}.py'), *map(str, args)]
+    env = dict(os.environ, OMP_NUM_THREADS='1')
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+
+
+def main(tool: str, *args) -> int:
+    """The same in this process, which is quicker."""
+    spec = importlib.util.spec_from_file_location(tool, TOOLS / f'{tool}.py')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main([str(arg) for arg in args])
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp('images'), CLASSES)
+
+
+@pytest.fixture(scope='module')
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('runs')
+    dense = timm.create_model('cifar_resnet20', **MODEL_KWARGS)
+    for name, net in (('gated', make_net()), ('dense', dense)):
+        torch.save({'state_dict': net.state_dict(), 'arch': 'any'}, folder / f'{name}.pth.tar')
+    return folder
+
+
+@pytest.fixture
+def options(data, checkpoints, tmp_path):
+    return [
+        *NET, '--checkpoint', checkpoints / 'gated.pth.tar', '--data-dir', data, '--workers', '0', '--batch-size', '16',
+        '--output', tmp_path / 'report']
+
+
+def test_analyze_gates(options, tmp_path):
+    done = run('analyze_gates', *options, '--name', 'tiny', '--rare', '0.9', '--classes', 'ant', 'gnu')
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert 'tiny: 100%' in done.stderr and str(tmp_path / 'report' / 'index.html') in done.stdout
+    content = json.loads((tmp_path / 'report' / 'gates.json').read_text())
+    assert content['results'][0]['num_samples'] == 42 and [entry['name'] for entry in content['classes']] == CLASSES
+    assert all(entry['num_samples'] == 6 for entry in content['classes'])
+    assert (tmp_path / 'report' / 'extremes.png').stat().st_size > 5000
+    # another report beside this one
+    other = [*options[:-1], tmp_path / 'other']
+    assert main('analyze_gates', *other, '--compare', tmp_path / 'report') == 0
+    assert {path.name for path in tmp_path.iterdir()} == {'report', 'other'}
+
+
+def test_evaluate_and_tradeoff(data, checkpoints, tmp_path):
+    target = tmp_path / 'results' / 'evaluation.json'
+    done = run(
+        'evaluate', *NET, '--checkpoint', checkpoints / 'gated.pth.tar', f'cifar_resnet20={checkpoints}/dense.pth.tar',
+        '--data-dir', data, '--workers', '0', '--output', target)
+    assert done.returncode == 0, done.stderr[-3000:]
+    gated, dense = json.loads(target.read_text())['results']
+    assert gated['name'] == 'gated' and gated['num_gates'] == 24 and gated['macs_share'] < 1
+    assert dense['model'] == 'cifar_resnet20' and dense['macs_share'] == 1 and dense['num_gates'] == 0
+    assert f'{gated["top1"]:.2f}' in done.stdout and 'no gates' in done.stdout
+
+    done = run('tradeoff', target.parent, '--published', 'imagenet', '--output', tmp_path / 'tradeoff')
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count('measured') == 2 and done.stdout.count('published') == 9
+    assert {path.name for path in tmp_path.iterdir()} == {'results', 'tradeoff.png', 'tradeoff.svg'}
+
+
+def test_segmentation(tmp_path):
+    config = write_config(tmp_path)
+    done = run('analyze_gates', '--mmseg-config', config, '--output', tmp_path / 'report', '--rare', '0.9')
+    assert done.returncode == 0, done.stderr[-3000:]
+    content = json.loads((tmp_path / 'report' / 'gates.json').read_text())
+    result, = content['results']
+    assert result['num_samples'] == 3 and 0 <= result['pixel_accuracy'] <= 100 and 'top1' not in result
+    assert result['num_gates'] == 1920 and 0 < result['macs_share'] < 1.01
+    # random label maps of 64 x 128 pixels show every class
+    assert {entry['num_samples'] for entry in content['classes']} == {3} and content['classes'][0]['name'] == 'road'
+    assert (tmp_path / 'report' / 'extremes.png').exists() and (tmp_path / 'report' / 'prior.png').exists()
+    assert main('analyze_gates', '--mmseg-config', config, '--output', tmp_path / 'other', '--cfg-options',
+                'model.test_cfg.mode=slide') == 1
+
+
+@pytest.mark.parametrize('change, message', [
+    (['--model', 'cifar_resnet20', '--checkpoint', ''], 'CifarResNet has no gates'),
+    (['--model', 'no_such_model'], "'no_such_model' cannot be made.*list_models"),
+    (['--checkpoint', 'nowhere.pth'], 'no checkpoint at nowhere.pth'),
+    (['--data-dir', 'nowhere'], 'must be a folder of images, got nowhere'),
+    (['--num-classes', '5', '--checkpoint', ''], 'data has 7 classes .*model has 5 outputs.*--class-map'),
+    (['--classes', 'owl'], "no class 'owl'"),
+    (['--gates', 'layer1/0'], "no gate 'layer1/0'"),
+    (['--groups', 'animals'], "written NAME=CLASS,CLASS,…, got 'animals'"),
+    (['--snapshots', 'nowhere'], 'no gate snapshots'),
+    (['--compare', 'nowhere'], 'is no gates.json'),
+    (['--threshold', '2'], r'threshold must be in \[0.5, 1\), got 2'),
+    (['--class-map', 'classes.pkl'], 'must be a text file .*classes.pkl'),
+    (['--mmseg-config', 'nowhere.py'], 'there is no file nowhere.py'),
+])
+def test_mistakes_leave_no_report(options, change, message, tmp_path, capsys):
+    assert main('analyze_gates', *options, *change) == 1
+    error = capsys.readouterr().err
+    assert re.search(message, error.replace('\n', ' ')), error
+    assert 'Traceback' not in error and list(tmp_path.iterdir()) == []
+
+
+def test_empty_data_and_a_class_without_images(options, checkpoints, tmp_path, capsys):
+    empty = tmp_path / 'empty' / 'validation'
+    (empty / 'ant').mkdir(parents=True)
+    assert main('analyze_gates', *options, '--data-dir', empty.parent) == 1
+    assert 'no data in' in capsys.readouterr().err
+
+    some = write_images(tmp_path / 'some', CLASSES[:3])
+    assert main('analyze_gates', *options, '--data-dir', some) == 1
+    assert 'labels, which follow the order of the folders' in capsys.readouterr().err
+    names = tmp_path / 'classes.txt'
+    names.write_text('\n'.join(CLASSES) + '\n')
+    assert main('analyze_gates', *options, '--data-dir', some, '--class-map', names) == 0
+    assert 'left out: dog, eel, fox, gnu' in (tmp_path / 'report' / 'index.html').read_text()
+
+
+def test_a_checkpoint_that_could_run_code_is_refused(options, tmp_path, capsys):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / 'pwned'),)
+
+    torch.save({'state_dict': Evil()}, tmp_path / 'evil.pth')
+    assert main('analyze_gates', *options, '--checkpoint', tmp_path / 'evil.pth') == 1
+    assert 'does not load' in capsys.readouterr().err and not (tmp_path / 'pwned').exists()
+
+
+def test_mistakes_in_results(tmp_path, capsys):
+    assert main('tradeoff') == 1
+    assert 'no result to draw' in capsys.readouterr().err
+    assert main('tradeoff', tmp_path) == 1
+    assert 'holds neither evaluation.json nor gates.json' in capsys.readouterr().err
+    (tmp_path / 'x.json').write_text('[]')
+    assert main('tradeoff', tmp_path / 'x.json') == 1
+    assert 'x.json is no result of tools/evaluate.py' in capsys.readouterr().err
+    assert main('evaluate', '--checkpoint', 'a.pth') == 1
+    assert "of which model is 'a.pth'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('tool', ['analyze_gates', 'evaluate', 'tradeoff'])
+def test_help(tool, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(tool, '--help')
+    assert stop.value.code == 0 and 'tools/' in capsys.readouterr().out
+
+
+def test_benchmark_runs(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(TOOLS))  # as for a script
+    main('benchmark_analysis', '--images', '2', '--batch-size', '2', '--rounds', '1')
+    assert re.search(r'plain [\d.]+ s, recorded [\d.]+ s, [\d.]+ times as long', capsys.readouterr().out)

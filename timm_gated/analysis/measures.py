@@ -1,0 +1,281 @@
+"""Numbers about gates, each a pure function of a `GateRecord`
+
+Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
+
+The paper shows by example that rare gates belong to few classes, that similar classes use similar filters and that hard
+images cost more. Here each of these has a number, defined where it is computed.
+"""
+import copy
+from dataclasses import dataclass
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+import torch
+from scipy.cluster import hierarchy
+from scipy.spatial.distance import squareform
+from scipy.stats import spearmanr
+
+from ..priors import Prior
+from ..statistics import GateCounts
+from .record import GateRecord
+
+__all__ = [
+    'ClassSimilarity', 'Difficulty', 'SpecialisedGate', 'class_similarity', 'difficulty', 'prior_cdf', 'prior_distance',
+    'specialised_gates', 'spread_over', 'summary',
+]
+
+
+def summary(record: GateRecord, threshold: float = 0.99) -> Dict[str, Any]:
+    """The figures of a table: accuracy, MACs, parameters and gates. What does not apply is None.
+
+    Args:
+        record: Of a pass over a data set.
+        threshold: Share of inputs above which a gate counts as always on or always off.
+    """
+    gated = bool(record.layers)
+    counts = GateCounts(*np.bincount(record.kinds(threshold), minlength=3).tolist())
+    return {
+        'num_samples': record.num_samples,
+        'top1' if record.labelled else 'pixel_accuracy': 100 * float(record.correct.mean(dtype=np.float64)),
+        'top5': None if record.top5 is None else 100 * record.top5,
+        'mean_macs': float(record.macs.mean()),
+        'dense_macs': record.dense_macs,
+        'macs_share': record.macs_share,
+        'parameters': record.parameters,
+        'parameters_used': record.parameters_used,
+        'num_gates': len(record.open_share),
+        'gate_density': float(record.open_share.mean()) if gated else None,
+        'threshold': threshold if gated else None,
+        **(counts._asdict() if gated else dict.fromkeys(GateCounts._fields)),
+    }
+
+
+@dataclass
+class SpecialisedGate:
+    """A gate that fires rarely.
+
+    Attributes:
+        index: Of the gate.
+        name: Its module's name, a slash and its index there.
+        open_share: Share of the inputs for which it was open.
+        classes: The classes that trigger it most, as (name, share of the class's inputs for which it was open).
+        examples: Inputs with its highest logits, among those for which it was open.
+    """
+    index: int
+    name: str
+    open_share: float
+    classes: List[Tuple[str, float]]
+    examples: List[int]
+
+
+def specialised_gates(
+        record: GateRecord,
+        count: int = 6,
+        rare: float = 0.1,
+        num_classes: int = 4,
+) -> List[SpecialisedGate]:
+    """The gates that are barely on, as the paper's figure has them: of each layer the rarest, of these the rarest few.
+
+    A gate must have fired for as many inputs as the record keeps examples, so that one odd image is not a pattern.
+
+    Args:
+        record: Of a pass over a data set.
+        count: How many gates, at most; they come in the order of the network.
+        rare: Share of the inputs for which such a gate may be open, at most.
+        num_classes: How many classes to name, at most.
+    """
+    fires = record.open_share * record.num_samples
+    # (a share times a count may fall short of the whole number by rounding)
+    fits = (record.open_share <= rare) & (fires > record.examples.shape[1] - 0.5)
+    rarest = []
+    for _, span in record.spans():
+        candidates = span.start + np.flatnonzero(fits[span])
+        if len(candidates):
+            rarest.append(candidates[record.open_share[candidates].argmin()])
+    found = []
+    for index in sorted(sorted(rarest, key=lambda gate: record.open_share[gate])[:count]):
+        by_class = np.nan_to_num(record.open_share_by_class[:, index])
+        triggers = [k for k in np.argsort(-by_class, kind='stable')[:num_classes] if by_class[k] > 0]
+        found.append(SpecialisedGate(
+            index=int(index),
+            name=record.gate_name(index),
+            open_share=float(record.open_share[index]),
+            classes=[(record.class_names[k], float(by_class[k])) for k in triggers],
+            examples=[int(i) for i in record.examples[index] if i >= 0],
+        ))
+    return found
+
+
+@dataclass
+class Difficulty:
+    """Does the network spend more on hard inputs? Correlations are Spearman's, None where one side is constant.
+
+    Attributes:
+        macs_right: Mean MACs of the inputs that were right (of label maps: the better half), None if there are none.
+        macs_wrong: Mean MACs of the others, None if there are none.
+        macs_confidence: Correlation of MACs and confidence over inputs.
+        macs_correct: Correlation of MACs and correctness over inputs.
+    """
+    macs_right: Optional[float]
+    macs_wrong: Optional[float]
+    macs_confidence: Optional[float]
+    macs_correct: Optional[float]
+
+
+def right_inputs(record: GateRecord) -> np.ndarray:
+    """Which inputs were right, [N] of booleans; of label maps, the half with the higher accuracy."""
+    return record.correct > 0.5 if record.labelled else record.correct > np.median(record.correct)
+
+
+def _spearman(x: np.ndarray, y: np.ndarray) -> Optional[float]:
+    if len(x) < 3 or (x == x[0]).all() or (y == y[0]).all():
+        return None
+    return float(spearmanr(x, y).statistic)
+
+
+def difficulty(record: GateRecord) -> Difficulty:
+    """MACs of inputs against how well the model did on them."""
+    right = right_inputs(record)
+    macs_right, macs_wrong = (
+        float(record.macs[chosen].mean()) if chosen.any() else None for chosen in (right, ~right))
+    return Difficulty(
+        macs_right, macs_wrong, _spearman(record.macs, record.confidence), _spearman(record.macs, record.correct))
+
+
+@dataclass
+class ClassSimilarity:
+    """How alike the classes are in the filters that they use.
+
+    Attributes:
+        names: Of the classes that occur, in the order of the clustering.
+        correlation: Between the firing patterns of classes, in that order, [C, C]. A pattern is the share of the
+            class's inputs for which each gate was open, less the mean over the classes.
+        linkage: The clustering (average linkage of 1 - correlation), as SciPy has it.
+        cophenetic: How well the clustering's tree represents the distances: their correlation with those in the tree.
+        confusion: Spearman correlation, over pairs of classes, of their firing patterns' correlation with how often the
+            model takes one for the other. Positive if classes that look alike use similar filters. None for label
+            maps, and if it never mistakes one class for another.
+        within: Mean correlation of two classes of the same group, None without groups.
+        between: Mean correlation of two classes of different groups, None without groups.
+    """
+    names: List[str]
+    correlation: np.ndarray
+    linkage: np.ndarray
+    cophenetic: float
+    confusion: Optional[float]
+    within: Optional[float] = None
+    between: Optional[float] = None
+
+
+def class_similarity(record: GateRecord, groups: Optional[Mapping[str, Sequence[str]]] = None) -> ClassSimilarity:
+    """Compare classes by their firing patterns.
+
+    Args:
+        record: Of a pass over a data set.
+        groups: Names of classes by the name of their group, such as animals and vehicles; others are in no group.
+    """
+    present = record.present_classes()
+    if len(present) < 3:
+        raise ValueError(
+            f'classes can be compared from three on, and {len(present)} occur in this data: '
+            f'{", ".join(record.class_names[k] for k in present)}. Analyse a data set with more classes.')
+    patterns = record.open_share_by_class[present]
+    patterns = patterns - patterns.mean(0)
+    if not patterns.any(axis=1).all():
+        raise ValueError('the gates fire alike for every class, so classes cannot be compared by them.')
+    correlation = np.corrcoef(patterns)
+    distances = squareform(1 - correlation, checks=False).clip(min=0)
+    linkage = hierarchy.linkage(distances, 'average', optimal_ordering=True)
+    order = hierarchy.leaves_list(linkage)
+    correlation, present = correlation[np.ix_(order, order)], [present[k] for k in order]
+    similarity = ClassSimilarity(
+        names=[record.class_names[k] for k in present],
+        correlation=correlation,
+        linkage=linkage,
+        cophenetic=float(hierarchy.cophenet(linkage, distances)[0]),
+        confusion=_similarity_of_confused(record, present, correlation),
+    )
+    if groups:
+        similarity.within, similarity.between = _group_means(record, similarity, groups)
+    return similarity
+
+
+def _similarity_of_confused(record: GateRecord, present: List[int], correlation: np.ndarray) -> Optional[float]:
+    if not record.labelled:
+        return None
+    position = np.full(int(max(record.prediction.max(), record.label.max())) + 1, -1)
+    position[present] = np.arange(len(present))
+    label, prediction = position[record.label], position[record.prediction]
+    known = prediction >= 0
+    table = np.zeros_like(correlation)
+    np.add.at(table, (label[known], prediction[known]), 1)
+    table /= record.class_counts[present][:, None]
+    pairs = np.triu_indices(len(present), 1)
+    return _spearman((table + table.T)[pairs], correlation[pairs])
+
+
+def _group_means(
+        record: GateRecord,
+        similarity: ClassSimilarity,
+        groups: Mapping[str, Sequence[str]],
+) -> Tuple[float, float]:
+    group_of: Dict[str, str] = {}
+    for group, members in groups.items():
+        for name in members:
+            record.class_index(name)  # refuses unknown classes and those that never occur
+            if name in group_of:
+                raise ValueError(f"the class '{name}' is in two groups, '{group_of[name]}' and '{group}'.")
+            group_of[name] = group
+    same: List[float] = []
+    different: List[float] = []
+    for i, first in enumerate(similarity.names):
+        for j, second in enumerate(similarity.names[:i]):
+            if first in group_of and second in group_of:
+                pairs = same if group_of[first] == group_of[second] else different
+                pairs.append(similarity.correlation[i, j])
+    if not same or not different:
+        raise ValueError(
+            f'groups must give pairs of classes within and between groups, got {dict(groups)}: at least two groups, '
+            f'and one of them with two classes.')
+    return float(np.mean(same)), float(np.mean(different))
+
+
+def prior_cdf(prior: Prior, num_gates: int, points: np.ndarray) -> np.ndarray:
+    """CDF of the prior of each gate, [points, gates]: a prior may have parameters of its own for each.
+
+    Args:
+        prior: Of the batch-shaping loss.
+        num_gates: Number of gates.
+        points: Where to evaluate, in [0, 1].
+    """
+    x = torch.from_numpy(points).float()[:, None].expand(-1, num_gates)
+    with torch.no_grad():
+        return copy.deepcopy(prior).cpu().cdf(x).numpy()  # (the model keeps its prior where it is)
+
+
+def prior_distance(record: GateRecord, prior: Prior) -> np.ndarray:
+    """How far each gate's distribution over the data set is from the prior, [gates].
+
+    It is the batch-shaping loss of the whole set, the Cramér-von-Mises distance, up to the width of the histogram's
+    bins.
+
+    Args:
+        record: Of a pass over a data set.
+        prior: Of the batch-shaping loss.
+    """
+    num_gates, bins = record.histogram.shape
+    weight = record.histogram / record.num_samples
+    empirical = weight.cumsum(1) - weight / 2  # at the centres of the bins
+    prior_values = prior_cdf(prior, num_gates, (np.arange(bins) + 0.5) / bins).T
+    return (weight * (empirical - prior_values) ** 2).sum(1)
+
+
+def spread_over(values: np.ndarray, count: int) -> List[int]:
+    """Indices of the smallest value, the largest, and some evenly between, by rank.
+
+    Args:
+        values: The values.
+        count: How many to choose, at most.
+    """
+    order = np.argsort(values, kind='stable')
+    return order[np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))].tolist()

@@ -1,0 +1,150 @@
+"""Figures of inputs: what they cost, and which of them open a rare gate
+
+Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
+
+The images themselves are not in a record. Whoever draws gives a function that fetches one by its index.
+"""
+from typing import Any, Callable, List, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from PIL import Image
+
+from .figures import WIDTH
+from .measures import SpecialisedGate, difficulty, right_inputs
+from .record import GateRecord
+
+__all__ = ['FetchImage', 'difficulty_figure', 'extremes_figure', 'macs_figure', 'specialised_figure']
+
+FetchImage = Callable[[int], np.ndarray]  # from the index of an input to [H, W, 3] of bytes
+
+
+def _unit(macs: np.ndarray) -> tuple:
+    """Divisor and name that suit the size of some MACs."""
+    return (1e9, 'G') if macs.max() >= 1e9 else (1e6, 'M')
+
+
+def _show(axis: Any, image: np.ndarray) -> None:
+    small = Image.fromarray(image)
+    small.thumbnail((256, 256))  # an SVG would carry the whole photograph
+    axis.imshow(small, interpolation='nearest' if max(small.size) < 100 else 'antialiased')
+    axis.set_xticks([])
+    axis.set_yticks([])
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+
+
+def specialised_figure(gates: Sequence[SpecialisedGate], fetch_image: FetchImage, columns: int = 6) -> Figure:
+    """Gates that fire rarely: the classes that trigger them, and the images with the highest logits.
+
+    Args:
+        gates: The gates (`specialised_gates`).
+        fetch_image: Fetches an image by its index.
+        columns: Images of each gate.
+    """
+    if not gates:
+        raise ValueError('no gate fires rarely enough to be drawn; allow a higher share with `rare`.')
+    figure = Figure(figsize=(WIDTH, 1.15 * len(gates)), layout='constrained')
+    rows = figure.subfigures(len(gates), 1, squeeze=False)[:, 0]
+    for row, gate in zip(rows, gates, strict=True):
+        triggers = ', '.join(f'{name} {share:.0%}' for name, share in gate.classes)
+        row.suptitle(f'{gate.name}: {gate.open_share:.1%} of the images; {triggers}', fontsize=8, x=0.01, ha='left')
+        axes = row.subplots(1, columns, squeeze=False)[0]
+        for axis in axes:
+            axis.set_axis_off()
+        for axis, index in zip(axes, gate.examples, strict=False):
+            _show(axis, fetch_image(index))
+    return figure
+
+
+def extremes(record: GateRecord, count: int) -> List[np.ndarray]:
+    """Inputs with the highest MACs, dearest first, and with the lowest, cheapest first."""
+    order = np.argsort(record.macs, kind='stable')
+    return [order[::-1][:count], order[:count]]
+
+
+def extremes_figure(record: GateRecord, fetch_image: FetchImage, columns: int = 5, rows: int = 2) -> Figure:
+    """Images with the highest and with the lowest MACs.
+
+    Args:
+        record: Of a pass over a data set.
+        fetch_image: Fetches an image by its index.
+        columns: Images side by side.
+        rows: Rows of each kind.
+    """
+    divisor, unit = _unit(record.macs)
+    figure = Figure(figsize=(WIDTH, 2 * (0.3 + 1.25 * rows)), layout='constrained')
+    halves: Any = figure.subfigures(2, 1)
+    titles = ('highest MACs', 'lowest MACs')
+    for half, title, chosen in zip(halves, titles, extremes(record, rows * columns), strict=True):
+        half.suptitle(title, fontsize=10)
+        axes = half.subplots(rows, columns, squeeze=False).ravel()
+        for axis in axes:
+            axis.set_axis_off()
+        for axis, index in zip(axes, chosen, strict=False):
+            axis.set_axis_on()
+            _show(axis, fetch_image(int(index)))
+            name = f'{record.class_names[record.label[index]]}\n' if record.labelled else ''
+            axis.set_xlabel(f'{name}{record.macs[index] / divisor:.3g} {unit}', fontsize=8)
+    return figure
+
+
+def macs_figure(record: GateRecord, max_classes: int = 20) -> Figure:
+    """Histogram of MACs a sample, over the whole set and by class, from the cheapest class to the dearest.
+
+    Args:
+        record: Of a pass over a data set.
+        max_classes: Draw so many classes, evenly spaced from cheapest to dearest, if there are more.
+    """
+    divisor, unit = _unit(record.macs)
+    macs = record.macs / divisor
+    groups = {k: macs[record.of_class(k)] for k in record.present_classes()}
+    ranked = sorted(groups, key=lambda k: float(groups[k].mean()))
+    chosen = [ranked[i] for i in np.unique(np.linspace(0, len(ranked) - 1, min(max_classes, len(ranked))).astype(int))]
+    figure = Figure(figsize=(WIDTH, 2.4 + 0.28 * len(chosen)), layout='constrained')
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(1.6, max(0.28 * len(chosen), 0.5)))
+    top.hist(macs, bins=50, color='#31688e')
+    top.axvline(macs.mean(), color='#d55e00', label=f'mean {macs.mean():.4g} {unit}, {record.macs_share:.1%} of dense')
+    top.set_ylabel('images')
+    top.legend(frameon=False, fontsize=8)
+    if chosen:
+        bottom.boxplot(
+            [groups[k] for k in chosen], orientation='horizontal', whis=(5, 95), showfliers=False, widths=0.6,
+            patch_artist=True, boxprops=dict(facecolor='#b5cde0'), medianprops=dict(color='#d55e00'))
+        bottom.set_yticks(range(1, len(chosen) + 1), [record.class_names[k] for k in chosen])
+    bottom.set_xlabel(f'{unit} MACs a sample; boxes: quartiles, whiskers: 5 % and 95 %')
+    return figure
+
+
+def difficulty_figure(record: GateRecord, bins: int = 10) -> Figure:
+    """MACs against correctness and against confidence: does the network spend more on hard images?
+
+    Args:
+        record: Of a pass over a data set.
+        bins: Groups of images, of equal size, by confidence.
+    """
+    divisor, unit = _unit(record.macs)
+    macs, right = record.macs / divisor, right_inputs(record)
+    numbers = difficulty(record)
+    figure = Figure(figsize=(WIDTH, 5), layout='constrained')
+    top, bottom = figure.subplots(2, 1)
+    edges = np.histogram_bin_edges(macs, 40)
+    names = ('right', 'wrong') if record.labelled else ('better half', 'worse half')
+    for name, chosen, colour in zip(names, (right, ~right), ('#31688e', '#d55e00'), strict=True):
+        if chosen.any():
+            top.hist(
+                macs[chosen], edges, weights=np.full(chosen.sum(), 100 / chosen.sum()), histtype='step', color=colour,
+                linewidth=1.5, label=f'{name}: {chosen.sum()} images, mean {macs[chosen].mean():.4g} {unit}')
+    top.set(xlabel=f'{unit} MACs a sample', ylabel='% of these images')
+    top.legend(frameon=False, fontsize=8)
+
+    order = np.argsort(record.confidence, kind='stable')
+    groups = [group for group in np.array_split(order, bins) if len(group)]
+    x = [float(record.confidence[group].mean()) for group in groups]
+    y = np.array([macs[group].mean() for group in groups])
+    error = np.array([macs[group].std() / max(len(group) - 1, 1) ** 0.5 for group in groups])
+    bottom.errorbar(x, y, 2 * error, marker='o', color='#31688e', capsize=3)
+    rank = 'none' if numbers.macs_confidence is None else f'{numbers.macs_confidence:.3f}'
+    bottom.set_title(f'rank correlation of MACs and confidence: {rank}', fontsize=9)
+    bottom.set(xlabel='confidence (means of groups of equal size)', ylabel=f'{unit} MACs, mean ± 2 s.e.')
+    return figure

@@ -1,0 +1,111 @@
+"""Evaluate gated and dense models: accuracy, MACs, parameters used and gates, as a table and as JSON
+
+    python tools/evaluate.py --model gated_resnet20 --checkpoint runs/*/model_best.pth.tar --data-dir data/cifar10
+    python tools/evaluate.py --model gated_resnet20 --checkpoint gated.pth cifar_resnet20=dense.pth \\
+        --data-dir data/cifar10 --output runs/evaluation.json
+
+A checkpoint is of --model, or says its own as MODEL=FILE. The JSON file is what tools/tradeoff.py draws.
+"""
+import argparse
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence
+
+from tqdm import tqdm
+
+import timm_gated  # noqa: F401  (registers the gated models)
+from timm_gated.analysis import record_gates, summary
+from timm_gated.analysis.sources import (
+    add_data_options,
+    add_model_options,
+    create_data,
+    create_network,
+    parse_checkpoint,
+)
+from timm_gated.statistics import GateCounts, check_threshold
+
+Result = Dict[str, Any]
+
+
+def evaluate(text: str, args: argparse.Namespace) -> Result:
+    """Evaluate one checkpoint.
+
+    Args:
+        text: FILE or MODEL=FILE; empty for the model as it is made.
+        args: Of the command line.
+    """
+    model, checkpoint = parse_checkpoint(text, args.model)
+    path = Path(checkpoint)
+    name = re.sub(r'(\.(pth|pt|th|tar|safetensors))+$', '', path.name)
+    if name in ('model_best', 'last'):  # every run of timm has one, in a folder with the run's name
+        name = path.resolve().parent.name
+    network = create_network(model, checkpoint, args)
+    data = create_data(network, args)
+    batches = tqdm(data.loader, desc=name or model, unit='batch')
+    record = record_gates(network, batches, data.class_names, data.step)
+    return {
+        'name': name or model, 'model': model, 'checkpoint': checkpoint, 'data': f'{args.data_dir}, {args.split}',
+        **summary(record, args.threshold)}
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results, one a line."""
+    rows = [(
+        '', 'top-1', 'top-5', 'MACs a sample', 'share', 'parameters used', 'open',
+        'always on / conditional / always off')]
+    for result in results:
+        gated = bool(result['num_gates'])
+        rows.append((
+            result['name'],
+            f'{result["top1"]:.2f}',
+            '-' if result['top5'] is None else f'{result["top5"]:.2f}',
+            f'{result["mean_macs"] / 1e6:.2f} M',
+            f'{result["macs_share"]:.1%}',
+            f'{result["parameters_used"] / 1e6:.3f} of {result["parameters"] / 1e6:.3f} M',
+            f'{result["gate_density"]:.1%}' if gated else '-',
+            ' / '.join(str(result[kind]) for kind in GateCounts._fields) if gated else 'no gates'))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return '\n'.join([lines[0], '  '.join('-' * width for width in widths), *lines[1:]])
+
+
+def write_json(path: Path, results: Sequence[Result]) -> None:
+    """Write the file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f'.{path.name}.partial')
+    try:
+        partial.write_text(json.dumps({'results': list(results)}, indent=1, allow_nan=False) + '\n', encoding='utf-8')
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        '--checkpoint', nargs='+', default=[''], metavar='[MODEL=]FILE', help='weights, any number of them')
+    parser.add_argument('--output', type=Path, metavar='FILE', help='JSON file for the results')
+    parser.add_argument(
+        '--threshold', type=float, default=0.99,
+        help='share of images above which a gate counts as always on or off (default: %(default)s, the paper)')
+    add_model_options(parser)
+    add_data_options(parser)
+    args = parser.parse_args(argv)
+    try:
+        check_threshold(args.threshold)
+        results = [evaluate(text, args) for text in args.checkpoint]
+    except ValueError as error:
+        print(f'error: {error}', file=sys.stderr)
+        return 1
+    print(table(results))
+    if args.output:
+        write_json(args.output, results)
+        print(f'Results: {args.output}')
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

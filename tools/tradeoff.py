@@ -1,0 +1,52 @@
+"""Draw accuracy against average MACs, for any number of runs
+
+    python tools/tradeoff.py runs/evaluation.json --output tradeoff
+    python tools/tradeoff.py runs/* --published imagenet --output tradeoff
+
+Takes results of tools/evaluate.py --output and reports of tools/analyze_gates.py, as files or as folders that hold one,
+and writes tradeoff.png and tradeoff.svg. Filled points are measured; with --published the paper's own are drawn beside
+them, hollow. A model without gates counts as dense.
+"""
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import List, Optional
+
+from timm_gated.analysis import PUBLISHED, load_points, trade_off_figure
+
+ACCURACY = {'imagenet': 'top-1', 'cityscapes': 'IoU'}
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('results', nargs='*', type=Path, help='result files, or folders with one')
+    parser.add_argument(
+        '--output', type=Path, default=Path('tradeoff'), metavar='STEM', help='the figure, without its suffix')
+    parser.add_argument('--published', choices=sorted(PUBLISHED), help="add the paper's points on this data set")
+    parser.add_argument(
+        '--x', choices=('macs', 'share'), default='macs', help='MACs, or their share of the dense MACs (default: macs)')
+    args = parser.parse_args(argv)
+    try:
+        points = load_points(args.results) if args.results or not args.published else []
+        points += PUBLISHED.get(args.published, ())
+        figure = trade_off_figure(points, args.x, ACCURACY.get(args.published, 'top-1'))
+    except ValueError as error:
+        print(f'error: {error}', file=sys.stderr)
+        return 1
+    for point in points:
+        macs = '-' if point.macs is None else f'{point.macs / 1e6:.1f} M'
+        print(f'{point.source:9}  {point.accuracy:5.2f} %  {macs:>10}  {point.share:6.1%}  {point.name}')
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.output.parent) as scratch:
+        for suffix in ('.png', '.svg'):
+            path = args.output.with_name(args.output.name + suffix)
+            figure.savefig(Path(scratch) / path.name, dpi=160)
+            os.replace(Path(scratch) / path.name, path)
+            print(f'Figure: {path}')
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
