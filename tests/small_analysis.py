@@ -18,6 +18,7 @@ MODEL_KWARGS = dict(layers=(1, 1, 1), channels=(8, 8, 8), num_classes=len(CLASSE
 
 
 def make_net(**kwargs) -> nn.Module:
+    torch.manual_seed(0)
     return shuffle(timm.create_model('gated_resnet20', **{**MODEL_KWARGS, **kwargs})).eval()
 
 

@@ -181,8 +181,10 @@ def class_similarity(record: GateRecord, groups: Optional[Mapping[str, Sequence[
             f'{", ".join(record.class_names[k] for k in present)}. Analyse a data set with more classes.')
     patterns = record.open_share_by_class[present]
     patterns = patterns - patterns.mean(0)
-    if not patterns.any(axis=1).all():
-        raise ValueError('the gates fire alike for every class, so classes cannot be compared by them.')
+    if np.abs(patterns).max(axis=1).min() < 1e-12:  # (nothing but rounding)
+        raise ValueError(
+            'the gates fire alike for every class, so classes cannot be compared by them. Gates that are always on or '
+            'off do so, and label maps that all show the same classes.')
     correlation = np.corrcoef(patterns)
     distances = squareform(1 - correlation, checks=False).clip(min=0)
     linkage = hierarchy.linkage(distances, 'average', optimal_ordering=True)

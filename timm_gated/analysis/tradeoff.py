@@ -68,11 +68,16 @@ def trade_off_figure(points: Sequence[Point], x: str = 'macs', accuracy: str = '
     series: Dict[tuple, List[Point]] = {}
     for point in drawn:
         series.setdefault((point.source, point.series), []).append(point)
+
+    def position(point: Point) -> float:
+        return ((point.share if x == 'share' else point.macs) or 0) / divisor
+
+    middle = (min(map(position, drawn)) + max(map(position, drawn))) / 2
     figure = Figure(figsize=(WIDTH, 4.6), layout='constrained')
     axis = figure.subplots()
     for index, ((source, name), members) in enumerate(series.items()):
-        members = sorted(members, key=lambda point: (point.share if x == 'share' else point.macs) or 0)
-        xs = [((point.share if x == 'share' else point.macs) or 0) / divisor for point in members]
+        members = sorted(members, key=position)
+        xs = [position(point) for point in members]
         ys = [point.accuracy for point in members]
         colour = CLASS_COLOURS[index % len(CLASS_COLOURS)]
         measured = source == 'measured'
@@ -80,9 +85,12 @@ def trade_off_figure(points: Sequence[Point], x: str = 'macs', accuracy: str = '
             xs, ys, marker='o' if measured else 's', color=colour, linestyle='-' if measured else ':', linewidth=1,
             markerfacecolor=colour if measured else 'white', label=f'{name} ({source})')
         for point, left, height in zip(members, xs, ys, strict=True):
+            if point.name == name:  # the legend has it
+                continue
+            side = 1 if left < middle else -1  # names grow towards the middle, where there is room
             axis.annotate(
-                point.name, (left, height), xytext=(4, -4), textcoords='offset points', fontsize=7, va='top',
-                color='#444444')
+                point.name, (left, height), xytext=(4 * side, -4), textcoords='offset points', fontsize=7, va='top',
+                ha='left' if side > 0 else 'right', color='#444444')
     axis.set(xlabel=unit, ylabel=f'{accuracy} (%)')
     axis.margins(x=0.15)
     axis.grid(color='#eeeeee')
