@@ -116,6 +116,7 @@ typedef struct {
     sample_t *samples;
     thread_t *threads;
     void *memory;
+    size_t bytes;  /* of memory */
 } workspace_t;
 
 /* Note what is wrong, for the caller; returns -1. */

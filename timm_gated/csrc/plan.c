@@ -346,7 +346,7 @@ API void tg_workspace_free(workspace_t *workspace) {
         return;
 #if defined(__SANITIZE_ADDRESS__)
     if (workspace->memory)
-        ASAN_UNPOISON_MEMORY_REGION(workspace->memory, lay_out(workspace, NULL));
+        ASAN_UNPOISON_MEMORY_REGION(workspace->memory, workspace->bytes);
 #endif
     release(workspace->memory);
     free(workspace);
@@ -359,7 +359,8 @@ API workspace_t *tg_workspace_new(const plan_t *plan, int num_samples, int num_t
         workspace->plan = plan;
         workspace->num_samples = num_samples;
         workspace->num_threads = num_threads;
-        workspace->memory = allocate(lay_out(workspace, NULL));
+        workspace->bytes = lay_out(workspace, NULL);
+        workspace->memory = allocate(workspace->bytes);
         if (workspace->memory) {
             lay_out(workspace, workspace->memory);
             return workspace;
