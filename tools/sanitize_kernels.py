@@ -2,6 +2,7 @@
 
 Builds the kernels with both into a copy of the package in a temporary folder, and runs tests/test_kernels.py and the
 tests of whole networks on it, with small blocks so that most maps take several. Any report of a sanitizer ends the run.
+Arguments are passed on to pytest.
 """
 import os
 import shutil
@@ -27,11 +28,13 @@ def main() -> int:
             '-fno-sanitize-recover=undefined', '-DWINOGRAD_FLOATS=4096', '-fopenmp', '-shared', '-fPIC',
             '-Wall', '-Wextra', '-Werror',
             f'-I{sysconfig.get_path("include")}', *sources, '-o', str(library)], check=True)
-        runtime = subprocess.run(
-            [compiler, '-print-file-name=libasan.so'], check=True, capture_output=True, text=True).stdout.strip()
+        # (with the C++ library, whose exceptions, torch's here, AddressSanitizer looks for at the start)
+        runtimes = [
+            subprocess.run([compiler, f'-print-file-name={name}'], check=True, capture_output=True, text=True).stdout
+            for name in ('libasan.so', 'libstdc++.so')]
         environment = {
             **os.environ,
-            'LD_PRELOAD': runtime,
+            'LD_PRELOAD': ':'.join(map(str.strip, runtimes)),
             # Python and torch keep memory until the end on purpose
             'ASAN_OPTIONS': 'detect_leaks=0:abort_on_error=1',
             'UBSAN_OPTIONS': 'print_stacktrace=1',
@@ -42,7 +45,7 @@ def main() -> int:
         subprocess.run([sys.executable, '-c', check], cwd=scratch, env=environment, check=True)
         tests = [str(ROOT / 'tests' / name) for name in TESTS]
         command = [sys.executable, '-m', 'pytest', '-c', str(ROOT / 'pyproject.toml'), '--rootdir', str(ROOT), '-p',
-                   'no:cacheprovider', '-k', 'not without_a_compiler', *tests]
+                   'no:cacheprovider', '-k', 'not without_a_compiler', *tests, *sys.argv[1:]]
         return subprocess.run(command, cwd=scratch, env=environment).returncode
 
 
