@@ -10,6 +10,9 @@
 #define API __attribute__((visibility("default")))
 #endif
 
+/* Floats of maps that a step works on at a time, to stay in a core's second-level cache. */
+#define CACHED_FLOATS (1 << 16)
+
 typedef enum { CONV, MAX_POOL, AVG_POOL, SUBSAMPLE, GATE, OUTPUT } kind_t;
 
 typedef struct {

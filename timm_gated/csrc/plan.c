@@ -8,9 +8,7 @@
 #include "network.h"
 
 #define MAX_PIXELS ((ptrdiff_t)1 << 26)  /* of a map: keeps offsets within a plane, borders included, below 2^31 */
-/* Floats of maps that a step works on at a time, to stay in a core's second-level cache. */
-#define CACHED_FLOATS (1 << 16)
-/* The same for transformed maps, all channels counted: more, as larger blocks read the weights less often. */
+/* Like CACHED_FLOATS for transformed maps, all channels counted: more, as larger blocks read the weights less often. */
 #ifndef WINOGRAD_FLOATS
 #define WINOGRAD_FLOATS (1 << 19)
 #endif

@@ -91,7 +91,7 @@ static void run_pointwise(context_t *context, const conv_t *conv, const float *x
     int by_pixels = vectors >= 16 * context->threads;
     range_t pixels = by_pixels ? part(context, vectors) : (range_t){0, vectors};
     range_t rows = by_pixels ? (range_t){0, conv->n_out} : part(context, conv->n_out);
-    int chunk = (1 << 16) / (conv->n_in + 1) / kernels->lanes;
+    int chunk = CACHED_FLOATS / (conv->n_in + 1) / kernels->lanes;
     chunk = even_part((int)(pixels.end - pixels.begin), chunk < 12 ? 12 : chunk);
     for (ptrdiff_t v = pixels.begin; v < pixels.end; v += chunk) {
         ptrdiff_t at = v * kernels->lanes;

@@ -258,17 +258,16 @@ class _Compiler:
             ops.append(_gate(gate, source, self._number(gate)))
         residual = self._add_shortcut(block.downsample, source)
         at = source
-        for name, inner in zip(names, (_INNER1, _INNER2, None), strict=False):
-            last = name == names[-1]
-            conv = _conv(getattr(block, name), at, target if last or inner is None else inner)
+        for name, to in zip(names, [*(_INNER1, _INNER2)[:len(names) - 1], target], strict=True):
+            conv = _conv(getattr(block, name), at, to)
             _fold(conv, getattr(block, name.replace('conv', 'bn')))
             gate_in, gate_out = switches.get(name, (None, None))
             conv.gate_in = None if gate_in is None else self._number(gate_in)
             conv.gate_out = None if gate_out is None else self._number(gate_out)
             conv.relu = True
-            conv.residual = residual if last else None
+            conv.residual = residual if to == target else None
             ops.append(conv)
-            at = conv.target
+            at = to
 
     def _add_shortcut(self, downsample: Optional[nn.Module], source: int) -> int:
         conv = None
