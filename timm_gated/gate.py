@@ -49,6 +49,8 @@ class ChannelGate(nn.Module):
     The last call's `logits` (with their graph, float32 or better) and `decision` (0 / 1, detached) stay on the module,
     each [N, num_gates], overwritten by the next call. They are left out of copies and pickles, as is forcing.
 
+    A pruned map may have filters without a gate: they come after the gated ones, and their part of the mask is 1.
+
     Args:
         in_channels: Channels of the block's input.
         num_gates: Filters to switch.
@@ -56,6 +58,7 @@ class ChannelGate(nn.Module):
         temperature: Temperature of the binary concrete relaxation.
         bias: Initial bias of the logits; 0.405 is the log-odds of the mean of a Beta(0.6, 0.4) prior. Dense
             weights that are gated afterwards want gates that start open: about 2 to 3.
+        num_ungated: Filters that have no gate and are always open.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class ChannelGate(nn.Module):
             hidden_channels: int = 16,
             temperature: float = 2 / 3,
             bias: float = 0.405,
+            num_ungated: int = 0,
             device=None,
             dtype=None,
     ) -> None:
@@ -73,6 +77,7 @@ class ChannelGate(nn.Module):
         check_number(hidden_channels, 'hidden_channels of a gate', minimum=1, integer=True)
         check_number(bias, 'bias of a gate')
         self.temperature = check_number(temperature, 'temperature of a gate', above=0)
+        self.num_ungated = check_number(num_ungated, 'num_ungated of a gate', minimum=0, integer=True)
         self.fc1 = nn.Linear(in_channels, hidden_channels, **dd)
         self.bn = nn.BatchNorm1d(hidden_channels, **dd)
         self.fc2 = nn.Linear(hidden_channels, num_gates, **dd)
@@ -87,10 +92,10 @@ class ChannelGate(nn.Module):
         return self.fc2.out_features
 
     def extra_repr(self) -> str:
-        return f'temperature={self.temperature:.3g}'
+        return f'temperature={self.temperature:.3g}' + (f', num_ungated={self.num_ungated}' if self.num_ungated else '')
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Decide from pooled features [N, in_channels]; returns a mask [N, num_gates]."""
+        """Decide from pooled features [N, in_channels]; returns a mask [N, num_gates + num_ungated]."""
         # Gates are too small to gain from half precision, and their decisions and losses would suffer from it.
         device_type = x.device.type
         autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
@@ -105,7 +110,7 @@ class ChannelGate(nn.Module):
             mask = (logits > 0).to(logits.dtype)
         if not torch.compiler.is_exporting():  # an exported graph has no modules to keep state on
             self.logits, self.decision = logits, mask.detach()
-        return mask
+        return F.pad(mask, (0, self.num_ungated), value=1.) if self.num_ungated else mask
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
         bn = self.bn

@@ -15,9 +15,12 @@ import torch.nn as nn
 from timm.models import build_model_with_cfg, clean_state_dict
 
 from .gate import ChannelGate, gates
+from .narrow import Channels, narrow_maps
 from .objective import GateLosses, Objective
 
-__all__ = ['GatedNet', 'check_incoming', 'checkpoint_filter_fn', 'create_gated_net', 'rename_linear_head']
+__all__ = [
+    'GatedNet', 'build_model', 'check_incoming', 'checkpoint_filter_fn', 'create_gated_net', 'rename_linear_head',
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -30,11 +33,32 @@ class GatedNet(nn.Module):
     Args:
         *args: Of the ResNet.
         gate_losses: Arguments of `GateLosses`, which the stock training tasks add to their loss.
+        inner_channels: Widths of the blocks' inner maps (see `timm_gated.narrow`), after pruning.
+        gated_channels: How many of their channels have gates.
         **kwargs: Of the ResNet.
+
+    Attributes:
+        model_args: Options of the entry point that the model was made with.
+        dense_variant: Entry point of the same network without gates.
+        dense_args: Its options.
     """
 
-    def __init__(self, *args, gate_losses: Optional[Mapping[str, Any]] = None, **kwargs) -> None:
+    model_args: Dict[str, Any]
+    dense_variant: str
+    dense_args: Dict[str, Any]
+    pretrained_cfg: Dict[str, Any]
+    num_classes: int
+
+    def __init__(
+            self,
+            *args,
+            gate_losses: Optional[Mapping[str, Any]] = None,
+            inner_channels: Optional[Channels] = None,
+            gated_channels: Optional[Channels] = None,
+            **kwargs,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        narrow_maps(self, inner_channels, gated_channels)
         # Last of the children: timm's feature extraction runs them in order, up to the last one it needs.
         self.gate_losses = GateLosses(**(gate_losses or {}))
 
@@ -55,11 +79,39 @@ class GatedNet(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
 
+def build_model(
+        model_cls: Type[nn.Module],
+        variant: str,
+        pretrained: bool,
+        model_args: Optional[Mapping[str, Any]] = None,
+        **kwargs,
+) -> Any:
+    """timm's builder. The model gets the options that it was made with as `model_args`, to be saved in its config.
+
+    Args:
+        model_cls: Class of the model.
+        variant: Name of the entry point.
+        pretrained: Load the weights of the pretrained config.
+        model_args: The options of the entry point, if they are not those of the class.
+        **kwargs: Of timm's builder, and options of the model.
+    """
+    model: Any = build_model_with_cfg(model_cls, variant, pretrained, **kwargs)
+    model.model_args = _options_of_model(kwargs if model_args is None else model_args)
+    return model
+
+
+def _options_of_model(kwargs: Mapping[str, Any]) -> Dict[str, Any]:
+    """Without what belongs to the entry point, or to the way in which a model is made."""
+    others = {'block', 'features_only', 'out_indices', 'feature_cls'}
+    return {k: v for k, v in kwargs.items() if k not in {*inspect.signature(build_model_with_cfg).parameters, *others}}
+
+
 def create_gated_net(
         model_cls: Type[nn.Module],
         variant: str,
         pretrained: bool,
         recipe: Mapping[str, Any],
+        dense_variant: str,
         **kwargs,
 ) -> Any:
     """Build a gated network with timm's builder.
@@ -72,23 +124,28 @@ def create_gated_net(
         variant: Name of the entry point.
         pretrained: Load the weights of the pretrained config.
         recipe: Default arguments of `GateLosses`: the paper's schedule for the family's data set.
+        dense_variant: Name of the entry point of the same network without gates.
         **kwargs: Options of gates, losses and of the ResNet.
     """
+    model_args = dict(kwargs)
     losses = dict(recipe, **{k: kwargs.pop(k) for k in inspect.signature(GateLosses).parameters if k in kwargs})
     gate_options = {'gate_hidden': 'hidden_channels', 'gate_temperature': 'temperature', 'gate_bias': 'bias'}
     gate_args = {gate_options[k]: kwargs.pop(k) for k in tuple(kwargs) if k in gate_options}
-    block_args = dict(kwargs.pop('block_args', None) or {}, gate_layer=partial(ChannelGate, **gate_args))
+    gated_block_args = dict(kwargs.get('block_args') or {}, gate_layer=partial(ChannelGate, **gate_args))
     if 'gated_maps' in kwargs:
-        block_args['gated_maps'] = kwargs.pop('gated_maps')
-    return build_model_with_cfg(
+        gated_block_args['gated_maps'] = kwargs.pop('gated_maps')
+    model = build_model(
         model_cls,
         variant,
         pretrained,
+        model_args=model_args,
         pretrained_filter_fn=checkpoint_filter_fn,
         gate_losses=losses,
-        block_args=block_args,
-        **kwargs,
+        **dict(kwargs, block_args=gated_block_args),
     )
+    model.dense_variant = dense_variant
+    model.dense_args = _options_of_model({k: v for k, v in kwargs.items() if k != 'gated_channels'})
+    return model
 
 
 def checkpoint_filter_fn(state_dict: StateDict, model: nn.Module) -> StateDict:

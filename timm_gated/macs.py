@@ -107,7 +107,8 @@ class MacCounter:
             used: Any = full
             for gate in self._switches[name]:  # which a block calls before its convolutions
                 if gate is not None:
-                    used = used // gate.num_gates * gate.decision.sum(1).long()
+                    width = gate.num_gates + gate.num_ungated
+                    used = used // width * (gate.decision.sum(1).long() + gate.num_ungated)
             self._used[name] = self._used.get(name, 0) + used
 
     def macs(self) -> Macs:
