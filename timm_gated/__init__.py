@@ -8,13 +8,13 @@ from . import batch_shaped as _batch_shaped  # noqa: F401  (registers its entry 
 from .beta import beta_cdf
 from .blocks import GatedBasicBlock, GatedBottleneck
 from .cifar_resnet import CifarResNet, GatedCifarResNet
-from .gate import ChannelGate, force_gates, gates
-from .gated_net import checkpoint_filter_fn
+from .gate import ChannelGate, Gate, GatePool, Gating, force_gates, gates
+from .gated_net import GatedNet, checkpoint_filter_fn, list_gated_models
 from .gated_resnet import GatedResNet
 from .inference import accelerate, instruction_sets
 from .losses import BatchShapingLoss, L0Loss, batch_shaping_loss, l0_loss
 from .macs import MacCounter, Macs, count_macs
-from .objective import GateLosses, objectives, shape_features
+from .objective import GateLosses, Objective, Prediction, Term, objectives, shape_features
 from .priors import Beta, Normal, Prior, RelaxedBernoulli, Uniform, create_prior
 from .schedules import linear_anneal, linear_warmup
 from .statistics import GateCounts, GateStatistics
@@ -26,20 +26,27 @@ __all__ = [
     'Beta',
     'ChannelGate',
     'CifarResNet',
+    'Gate',
     'GateCounts',
     'GateLosses',
+    'GatePool',
     'GateStatistics',
     'GatedBasicBlock',
     'GatedBottleneck',
     'GatedCifarResNet',
+    'GatedNet',
     'GatedResNet',
+    'Gating',
     'L0Loss',
     'MacCounter',
     'Macs',
     'Normal',
+    'Objective',
     'ObjectiveTask',
+    'Prediction',
     'Prior',
     'RelaxedBernoulli',
+    'Term',
     'Uniform',
     '__version__',
     'accelerate',
@@ -55,6 +62,7 @@ __all__ = [
     'l0_loss',
     'linear_anneal',
     'linear_warmup',
+    'list_gated_models',
     'objectives',
     'shape_features',
 ]

@@ -12,10 +12,14 @@ from typing import Any, Dict, List, Optional, Set, Tuple
 import torch
 import torch.nn as nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AvgPoolNd
 
-from .gate import ChannelGate, gates
+from .gate import Gate, Gating, gates
 
 __all__ = ['MacCounter', 'Macs', 'ModuleMacs', 'count_macs']
+
+_COUNTED = (_ConvNd, nn.Linear, nn.RNNBase, nn.RNNCellBase)
+_POOLING = (_AdaptiveAvgPoolNd, _AvgPoolNd)
 
 
 @dataclass
@@ -65,26 +69,27 @@ class MacCounter:
         self._full: Dict[str, int] = {}  # MACs of a sample with everything open
         self._used: Dict[str, torch.Tensor] = {}  # and what is left of them, of convolutions that gates switch
         self._batch: Optional[Tuple[int, torch.device]] = None  # number of samples, and where they are
-        self._switches: Dict[str, Tuple[Any, Any]] = {}  # gates over the inputs and over the outputs of convolutions
+        self._switches: Dict[str, List[Gate]] = {}  # gates over the inputs and the outputs of convolutions
         self._overhead: Set[str] = set()  # what the plain network does not have
+        self._modules: Dict[str, Any] = {}  # what counts
         for name, module in model.named_modules():
             prefix = f'{name}.' if name else ''
-            if isinstance(module, ChannelGate):
-                self._overhead.update((f'{prefix}fc1', f'{prefix}fc2'))
-            elif hasattr(module, 'gated_convs'):
-                self._overhead.add(f'{prefix}gate_pool')
-                self._switches.update({
-                    prefix + conv: pair for conv, pair in module.gated_convs.items()
-                    if any(gate is not None for gate in pair)})
-        known = {id(gate) for pair in self._switches.values() for gate in pair}
+            if isinstance(module, Gating):
+                self._overhead.update(
+                    inner_name for inner_name, inner in module.named_modules(prefix=name)
+                    if isinstance(inner, _COUNTED + _POOLING))
+            for conv, pair in getattr(module, 'gated_convs', {}).items():
+                switching = [gate for gate in pair if gate is not None]
+                if switching:
+                    self._switches[prefix + conv] = switching
+            if name in self._overhead or isinstance(module, _COUNTED):
+                self._modules[name] = module
+        known = {id(gate) for switching in self._switches.values() for gate in switching}
         for name, gate in gates(model):
             if name and id(gate) not in known:  # (a gate by itself switches nothing)
                 raise ValueError(
                     f"cannot tell what gate '{name}' switches: its block is not in this model (a traced copy, maybe). "
                     f'Count the model that it was made from.')
-        self._modules = {
-            name: module for name, module in model.named_modules()
-            if name in self._overhead or isinstance(module, (_ConvNd, nn.Linear))}
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._handles: List[Any] = []
 
@@ -98,16 +103,16 @@ class MacCounter:
         for handle in self._handles:
             handle.remove()
 
-    def _record(self, name: str, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    def _record(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         # A hook for every module of every batch: what does not depend on the sample stays out of tensors.
         full = _full_macs(module, args[0], output)
-        self._batch = output.shape[0], output.device
+        self._batch = args[0].shape[_batch_dim(module)], args[0].device
         self._full[name] = self._full.get(name, 0) + full  # a second pass adds up, such as that of another crop
         if name in self._switches:
             used: Any = full
-            for gate in self._switches[name]:  # which a block calls before its convolutions
-                if gate is not None:
-                    used = used // gate.num_gates * gate.decision.sum(1).long()
+            for gate in self._switches[name]:
+                assert gate.decision is not None, f'{name} runs before a gate that switches it'
+                used = used // gate.num_gates * gate.decision.sum(1).long()
             self._used[name] = self._used.get(name, 0) + used
 
     def macs(self) -> Macs:
@@ -148,12 +153,14 @@ class MacCounter:
 def count_macs(model: nn.Module, x: torch.Tensor) -> Macs:
     """Count the MACs of a forward pass in evaluation mode; the model's mode is restored afterwards.
 
-    Counted are convolutions and linear layers, one MAC a multiplication; not counted are normalisation, activation,
-    pooling, residual additions and biases. For a plain ResNet the total agrees with fvcore's convolution + linear.
+    Counted are convolutions, linear layers and the matrix products of recurrent ones, one MAC a multiplication; not
+    counted are normalisation, activation, pooling, residual additions and biases. For a plain ResNet the total agrees
+    with fvcore's convolution + linear.
 
     `dense` is the plain network without its gates. `per_sample` is what an image costs: a convolution counts its open
-    inputs times its open outputs; shortcuts, stem and head count in full; and so does the overhead of the gates:
-    their linear layers, and the additions of the pooling that they share, one a value.
+    inputs times its open outputs, and nothing in a block that is skipped; shortcuts, stem and head count in full; and
+    so does the overhead of the gates, which is all that counts within `Gating` modules, and the additions of average
+    pooling there, one a value.
 
     Args:
         model: A gated model, or any other model of convolutions and linear layers.
@@ -174,7 +181,12 @@ def count_macs(model: nn.Module, x: torch.Tensor) -> Macs:
     return counter.macs()
 
 
-def _full_macs(module: nn.Module, x: torch.Tensor, output: torch.Tensor) -> int:
+def _batch_dim(module: nn.Module) -> int:
+    """Dimension of the samples in the input of a module."""
+    return 1 if isinstance(module, nn.RNNBase) and not module.batch_first else 0
+
+
+def _full_macs(module: nn.Module, x: torch.Tensor, output: Any) -> int:
     """MACs of a sample with all channels open."""
     if isinstance(module, nn.Linear):
         return output[0].numel() * module.in_features
@@ -182,4 +194,7 @@ def _full_macs(module: nn.Module, x: torch.Tensor, output: torch.Tensor) -> int:
         return x[0].numel() * math.prod(module.weight.shape[1:])
     if isinstance(module, _ConvNd):
         return output[0].numel() * math.prod(module.weight.shape[1:])
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        steps = x.shape[1 - _batch_dim(module)] if isinstance(module, nn.RNNBase) else 1
+        return steps * sum(weight.numel() for name, weight in module.named_parameters() if name.startswith('weight'))
     return x[0].numel()  # the additions of a pooling
