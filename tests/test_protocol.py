@@ -177,7 +177,7 @@ def test_statistics_and_density_ask_the_gate():
     density = gate_density(skipped)
     assert density['gate_density'] == 1  # soft, so all of it was computed
     assert density['gate_density_eval'] == (skipped.gate.logits > 0).float().mean()
-    assert [mask.shape for mask in gate_masks(skipped)] == [(4, 1)]
+    assert {name: mask.shape for name, mask in gate_masks(skipped).items()} == {'gate': (4, 1)}
 
 
 def test_losses_on_probabilities_refuse_a_saliency():
@@ -239,9 +239,9 @@ class Sparsity(Objective):
     def attach(self, network):
         self.network_name = type(network).__name__
 
-    def terms(self, model, epoch, prediction=None):
-        right = prediction.output.argmax(1) == prediction.target
-        loss = torch.cat(gate_masks(model), 1).mean(1)[right].sum()
+    def terms(self, model, epoch, step=None):
+        right = step.output.argmax(1) == step.target
+        loss = torch.cat(list(gate_masks(model).values()), 1).mean(1)[right].sum()
         return {'sparsity_loss': Term(loss, self.sparsity, 'sparsity')}
 
 

@@ -7,14 +7,15 @@ Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://op
 from . import batch_shaped as _batch_shaped  # noqa: F401  (registers its entry point)
 from .beta import beta_cdf
 from .blocks import GatedBasicBlock, GatedBottleneck
+from .budget import MacBudget, budget_loss, mac_formula
 from .cifar_resnet import CifarResNet, GatedCifarResNet
 from .gate import ChannelGate, Gate, GatePool, Gating, force_gates, gates
 from .gated_net import GatedNet, checkpoint_filter_fn, list_gated_models
 from .gated_resnet import GatedResNet
 from .inference import accelerate, instruction_sets
 from .losses import BatchShapingLoss, L0Loss, batch_shaping_loss, l0_loss
-from .macs import MacCounter, Macs, count_macs
-from .objective import GateLosses, Objective, Prediction, Term, objectives, shape_features
+from .macs import MacCounter, MacFormula, Macs, count_macs
+from .objective import GateLosses, Objective, Step, Term, objectives, shape_features
 from .priors import Beta, Normal, Prior, RelaxedBernoulli, Uniform, create_prior
 from .schedules import linear_anneal, linear_warmup
 from .statistics import GateCounts, GateStatistics
@@ -38,20 +39,23 @@ __all__ = [
     'GatedResNet',
     'Gating',
     'L0Loss',
+    'MacBudget',
     'MacCounter',
+    'MacFormula',
     'Macs',
     'Normal',
     'Objective',
     'ObjectiveTask',
-    'Prediction',
     'Prior',
     'RelaxedBernoulli',
+    'Step',
     'Term',
     'Uniform',
     '__version__',
     'accelerate',
     'batch_shaping_loss',
     'beta_cdf',
+    'budget_loss',
     'checkpoint_filter_fn',
     'count_macs',
     'create_prior',
@@ -63,6 +67,7 @@ __all__ = [
     'linear_anneal',
     'linear_warmup',
     'list_gated_models',
+    'mac_formula',
     'objectives',
     'shape_features',
 ]

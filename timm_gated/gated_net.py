@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 from timm.models import build_model_with_cfg, clean_state_dict, list_models, model_entrypoint
 
+from .budget import MacBudget
 from .gate import ChannelGate, Gate, Gating
 from .objective import GateLosses, Objective
 
@@ -32,14 +33,28 @@ class GatedNet(nn.Module):
     Args:
         *args: Of the ResNet.
         objective: Makes what the network is trained with beside its task loss, which the stock training tasks add.
+        budget: Share of the plain network's MACs to aim at as well, see `MacBudget`; none by default.
+        budget_weight: Weight of that loss.
         **kwargs: Of the ResNet.
     """
 
-    def __init__(self, *args, objective: Callable[[], Objective] = GateLosses, **kwargs) -> None:
+    def __init__(
+            self,
+            *args,
+            objective: Optional[Callable[[], Objective]] = GateLosses,
+            budget: Optional[float] = None,
+            budget_weight: Optional[float] = None,
+            **kwargs,
+    ) -> None:
         super().__init__(*args, **kwargs)
         # Last of the children: timm's feature extraction runs them in order, up to the last one it needs.
-        self.gate_losses = objective()
-        self.gate_losses.attach(self)
+        if objective is not None:
+            self.gate_losses = objective()
+            self.gate_losses.attach(self)
+        if budget is not None:
+            self.mac_budget = MacBudget(budget, **({} if budget_weight is None else dict(budget_weight=budget_weight)))
+        elif budget_weight is not None:
+            raise ValueError(f'budget_weight needs a budget, got {budget_weight} and none.')
 
     @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
@@ -63,7 +78,7 @@ def create_gated_net(
         variant: str,
         pretrained: bool,
         gate_layer: Type[Gate] = ChannelGate,
-        objective: Type[Objective] = GateLosses,
+        objective: Optional[Type[Objective]] = GateLosses,
         recipe: Optional[Mapping[str, Any]] = None,
         **kwargs,
 ) -> Any:
@@ -78,11 +93,15 @@ def create_gated_net(
         variant: Name of the entry point.
         pretrained: Load the weights of the pretrained config.
         gate_layer: Class of the gates; the blocks get it, with its options, as `gate_layer`.
-        objective: Class of what the network is trained with beside its task loss.
+        objective: Class of what the network is trained with beside its task loss and a budget; None for nothing.
         recipe: Default arguments of the objective: the schedule for the family's data set.
         **kwargs: Options of gates, objective and of the ResNet.
     """
-    losses = {**(recipe or {}), **{k: kwargs.pop(k) for k in _options(objective) if k in kwargs}}
+    if objective is not None:
+        losses = {**(recipe or {}), **{k: kwargs.pop(k) for k in _options(objective) if k in kwargs}}
+        kwargs['objective'] = partial(objective, **losses)
+    else:
+        kwargs['objective'] = None
     names = {f'gate_{option.removesuffix("_channels")}': option for option in _options(gate_layer)}
     gate_args = {option: kwargs.pop(name) for name, option in names.items() if name in kwargs}
     block_args = dict(kwargs.pop('block_args', None) or {}, gate_layer=partial(gate_layer, **gate_args))
@@ -93,7 +112,6 @@ def create_gated_net(
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
-        objective=partial(objective, **losses),
         block_args=block_args,
         **kwargs,
     )

@@ -7,7 +7,7 @@ Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://op
 import math
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
 
 import torch
 import torch.nn as nn
@@ -16,7 +16,7 @@ from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AvgPoolNd
 
 from .gate import Gate, Gating, gates
 
-__all__ = ['MacCounter', 'Macs', 'ModuleMacs', 'count_macs']
+__all__ = ['MacCounter', 'MacFormula', 'Macs', 'ModuleMacs', 'count_macs']
 
 _COUNTED = (_ConvNd, nn.Linear, nn.RNNBase, nn.RNNCellBase)
 _POOLING = (_AdaptiveAvgPoolNd, _AvgPoolNd)
@@ -53,6 +53,34 @@ class Macs:
         return self.per_sample.double().mean().item() / self.dense
 
 
+@dataclass
+class MacFormula:
+    """What an image costs as a function of its gates, for images of one size.
+
+    Attributes:
+        dense: MACs of a sample in the plain network without gates.
+        fixed: MACs that every sample uses: stem, shortcuts, head, and the gates themselves.
+        switched: Of every convolution that gates switch, by name: its MACs with all of them open, and their names.
+    """
+    dense: int
+    fixed: int
+    switched: Dict[str, Tuple[int, List[str]]]
+
+    def used(self, masks: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """MACs of each sample, [N], float64. A convolution uses its open inputs times its open outputs.
+
+        Args:
+            masks: Of every gate, by name, [N, num_gates]; gradients go through them.
+        """
+        total: Any = self.fixed
+        for macs, names in self.switched.values():
+            used: Any = macs
+            for name in names:
+                used = used / masks[name].shape[1] * masks[name].double().sum(1)
+            total = total + used
+        return total
+
+
 class MacCounter:
     """Counts MACs while the context lasts, over all forward passes of one batch.
 
@@ -85,6 +113,7 @@ class MacCounter:
             if name in self._overhead or isinstance(module, _COUNTED):
                 self._modules[name] = module
         known = {id(gate) for switching in self._switches.values() for gate in switching}
+        self._gate_names = {id(gate): name for name, gate in gates(model)}
         for name, gate in gates(model):
             if name and id(gate) not in known:  # (a gate by itself switches nothing)
                 raise ValueError(
@@ -129,6 +158,17 @@ class MacCounter:
             dense=sum(macs.dense for macs in by_module.values()),
             per_sample=torch.stack([macs.per_sample for macs in by_module.values()]).sum(0),
             by_module=by_module,
+        )
+
+    def formula(self) -> MacFormula:
+        """What was counted since the context was entered, as a function of the gates."""
+        self._counted()
+        return MacFormula(
+            dense=sum(macs for name, macs in self._full.items() if name not in self._overhead),
+            fixed=sum(macs for name, macs in self._full.items() if name not in self._switches),
+            switched={
+                name: (self._full[name], [self._gate_names[id(gate)] for gate in switching])
+                for name, switching in self._switches.items() if name in self._full},
         )
 
     def parameters(self) -> torch.Tensor:

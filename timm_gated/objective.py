@@ -20,7 +20,7 @@ from .schedules import Epochs, check_epochs, linear_anneal, linear_warmup
 from .snapshots import GateSnapshots
 
 __all__ = [
-    'FeatureShaping', 'GateLosses', 'Objective', 'Prediction', 'Term', 'gate_density', 'gate_logits', 'gate_masks',
+    'FeatureShaping', 'GateLosses', 'Objective', 'Step', 'Term', 'gate_density', 'gate_logits', 'gate_masks',
     'gate_prior', 'objectives', 'shape_features',
 ]
 
@@ -34,8 +34,9 @@ class Term(NamedTuple):
     weight_name: str
 
 
-class Prediction(NamedTuple):
-    """What a training step came to, for objectives that reward or punish single images."""
+class Step(NamedTuple):
+    """A training step: what went in, what came out, and what should have."""
+    input: torch.Tensor
     output: torch.Tensor
     target: torch.Tensor
 
@@ -69,13 +70,13 @@ class Objective(nn.Module):
     def attach(self, network: nn.Module) -> None:
         """Get to know the network whose child this is, once it is built."""
 
-    def terms(self, model: nn.Module, epoch: float, prediction: Optional[Prediction] = None) -> Dict[str, Term]:
+    def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
         """Loss terms of the last forward pass of `model`, by name.
 
         Args:
             model: The network, or whatever the task trains that contains it.
             epoch: The current epoch.
-            prediction: Of that pass. The training task gives it.
+            step: Of which that pass was part, for what depends on the images or on their labels. Tasks give it.
         """
         raise NotImplementedError
 
@@ -149,7 +150,7 @@ class GateLosses(Objective):
             gamma = linear_warmup(epoch, gamma, *self.gamma_epochs)
         return lam, gamma
 
-    def terms(self, model: nn.Module, epoch: float, prediction: Optional[Prediction] = None) -> Dict[str, Term]:
+    def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
         lam, gamma = self.weights(epoch)
         logits = gate_logits(model)
         if lam or any(p.requires_grad for p in self.prior.parameters()):
@@ -203,9 +204,10 @@ def gate_logits(model: nn.Module) -> torch.Tensor:
     return torch.cat([logits for _, logits in last], dim=1)
 
 
-def gate_masks(model: nn.Module) -> List[torch.Tensor]:
-    """The last masks of all gates, [N, num_gates] each, with the gradient that they train by."""
-    return [gate.mask for gate, _ in _last(model)]  # type: ignore[misc]
+def gate_masks(model: nn.Module) -> Dict[str, torch.Tensor]:
+    """The last masks of all gates by name, [N, num_gates] each, with the gradient that they train by."""
+    _last(model)
+    return {name: gate.mask for name, gate in gates(model) if gate.mask is not None}
 
 
 def _last(model: nn.Module) -> List[Tuple[Gate, torch.Tensor]]:
@@ -285,7 +287,7 @@ class FeatureShaping(Objective):
     def extra_repr(self) -> str:
         return f'weight={self.weight}, epochs={self.epochs}, reduction={self.reduction}'
 
-    def terms(self, model: nn.Module, epoch: float, prediction: Optional[Prediction] = None) -> Dict[str, Term]:
+    def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
         weight = self.weight if self.epochs == 'fixed' else linear_anneal(epoch, self.weight, *self.epochs)
         losses = [tap.loss(self.reduction) for tap in self.taps]  # type: ignore[operator]
         if not losses:
