@@ -19,7 +19,7 @@ from mmseg.registry import MODELS
 from torch.utils.checkpoint import checkpoint
 
 from timm_gated.blocks import GatedConvs, check_maps
-from timm_gated.gate import ChannelGate, apply_gate, gates
+from timm_gated.gate import ChannelGate, GatePool, apply_gate, gates
 from timm_gated.gated_net import check_incoming
 from timm_gated.inference.program import Trunk, register_forward, trunk
 from timm_gated.narrow import Channels, gated_channels, inner_channels, narrow_maps
@@ -55,7 +55,7 @@ class _GatedBlock(nn.Module):
         super().__init__(inplanes=inplanes, with_cp=False, **kwargs)
         self.recompute = with_cp
         self.gated_maps = check_maps(self.allowed_maps[-1] if gated_maps is None else gated_maps, self.allowed_maps)
-        self.gate_pool = nn.AdaptiveAvgPool2d(1)
+        self.gate_pool = GatePool()
         self._masks: Dict[int, torch.Tensor] = {}
         for index in self.gated_maps:
             gate = ChannelGate(inplanes, getattr(self, f'conv{index}').out_channels, **(gate_cfg or {}))
@@ -75,7 +75,7 @@ class _GatedBlock(nn.Module):
     def _gated_forward(self, x: torch.Tensor) -> torch.Tensor:
         present = {index: gate for index in self.gated_maps if (gate := getattr(self, f'gate{index}')) is not None}
         if present:  # pruning may have taken all gates away
-            pooled = self.gate_pool(x).flatten(1)
+            pooled = self.gate_pool(x)
             self._masks = {index: gate(pooled) for index, gate in present.items()}
         try:
             return super().forward(x)

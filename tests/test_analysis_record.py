@@ -204,7 +204,7 @@ def test_a_dense_model_has_a_record_without_gates(batches):
     numbers = summary(make_record(dense, batches))
     assert numbers['num_gates'] == 0 and numbers['gate_density'] is None and numbers['always_on'] is None
     assert numbers['macs_share'] == 1 and numbers['parameters_used'] == numbers['parameters']
-    with pytest.raises(ValueError, match='CifarResNet has no gates.*list_models'):
+    with pytest.raises(ValueError, match='CifarResNet has no gates.*list_gated_models'):
         check_gated(dense)
 
 

@@ -8,14 +8,15 @@ from . import batch_shaped as _batch_shaped  # noqa: F401  (registers its entry 
 from . import slim_resnet as _slim_resnet  # noqa: F401  (likewise)
 from .beta import beta_cdf
 from .blocks import GatedBasicBlock, GatedBottleneck
+from .budget import MacBudget, budget_loss, mac_formula
 from .cifar_resnet import CifarResNet, GatedCifarResNet
-from .gate import ChannelGate, force_gates, gates
-from .gated_net import checkpoint_filter_fn
+from .gate import ChannelGate, Gate, GatePool, Gating, force_gates, gates
+from .gated_net import GatedNet, checkpoint_filter_fn, list_gated_models
 from .gated_resnet import GatedResNet
 from .inference import accelerate, instruction_sets
 from .losses import BatchShapingLoss, L0Loss, batch_shaping_loss, l0_loss
-from .macs import MacCounter, Macs, count_macs
-from .objective import GateLosses, objectives, shape_features
+from .macs import MacCounter, MacFormula, Macs, count_macs
+from .objective import GateLosses, Objective, Step, Term, objectives, shape_features
 from .priors import Beta, Normal, Prior, RelaxedBernoulli, Uniform, create_prior
 from .schedules import linear_anneal, linear_warmup
 from .statistics import GateCounts, GateStatistics
@@ -27,25 +28,35 @@ __all__ = [
     'Beta',
     'ChannelGate',
     'CifarResNet',
+    'Gate',
     'GateCounts',
     'GateLosses',
+    'GatePool',
     'GateStatistics',
     'GatedBasicBlock',
     'GatedBottleneck',
     'GatedCifarResNet',
+    'GatedNet',
     'GatedResNet',
+    'Gating',
     'L0Loss',
+    'MacBudget',
     'MacCounter',
+    'MacFormula',
     'Macs',
     'Normal',
+    'Objective',
     'ObjectiveTask',
     'Prior',
     'RelaxedBernoulli',
+    'Step',
+    'Term',
     'Uniform',
     '__version__',
     'accelerate',
     'batch_shaping_loss',
     'beta_cdf',
+    'budget_loss',
     'checkpoint_filter_fn',
     'count_macs',
     'create_prior',
@@ -56,6 +67,8 @@ __all__ = [
     'l0_loss',
     'linear_anneal',
     'linear_warmup',
+    'list_gated_models',
+    'mac_formula',
     'objectives',
     'shape_features',
 ]

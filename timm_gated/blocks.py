@@ -14,12 +14,13 @@ import torch
 import torch.nn as nn
 from timm.models.resnet import BasicBlock, Bottleneck
 
-from .gate import ChannelGate, apply_gate
+from .gate import ChannelGate, Gate, GatePool, apply_gate
 
 __all__ = ['GatedBasicBlock', 'GatedBottleneck', 'GatedConvs', 'check_maps']
 
-# What gates switch in a block, by the convolution's name: the gate over its inputs and the gate over its outputs.
-GatedConvs = Dict[str, Tuple[Optional[ChannelGate], Optional[ChannelGate]]]
+# What gates switch in a block, by the convolution's name: the gate over its inputs and the gate over its outputs. One
+# decision of a gate stands for an equal share of them: a filter, or, if it is the only one, the whole convolution.
+GatedConvs = Dict[str, Tuple[Optional[Gate], Optional[Gate]]]
 
 
 def check_maps(gated_maps: Sequence[int], allowed: Sequence[Tuple[int, ...]]) -> Tuple[int, ...]:
@@ -49,7 +50,7 @@ class GatedBasicBlock(BasicBlock):
             stride: int = 1,
             downsample: Optional[nn.Module] = None,
             gated_maps: Sequence[int] = (1,),
-            gate_layer: Callable[..., ChannelGate] = ChannelGate,
+            gate_layer: Callable[..., Gate] = ChannelGate,
             device=None,
             dtype=None,
             **kwargs,
@@ -57,8 +58,8 @@ class GatedBasicBlock(BasicBlock):
         dd = {'device': device, 'dtype': dtype}
         super().__init__(inplanes, planes, stride, downsample, **kwargs, **dd)
         check_maps(gated_maps, ((1,),))
-        self.gate_pool = nn.AdaptiveAvgPool2d(1)
-        self.gate1: Optional[ChannelGate] = gate_layer(inplanes, self.conv1.out_channels, **dd)
+        self.gate_pool = GatePool()
+        self.gate1: Optional[Gate] = gate_layer(inplanes, self.conv1.out_channels, **dd)
 
     @property
     def gated_convs(self) -> GatedConvs:
@@ -66,7 +67,7 @@ class GatedBasicBlock(BasicBlock):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shortcut = x
-        mask = self.gate1(self.gate_pool(x).flatten(1)) if self.gate1 is not None else None
+        mask = self.gate1(self.gate_pool(x)) if self.gate1 is not None else None
 
         x = self.conv1(x)
         x = self.bn1(x)
@@ -113,7 +114,7 @@ class GatedBottleneck(Bottleneck):
             stride: int = 1,
             downsample: Optional[nn.Module] = None,
             gated_maps: Sequence[int] = (1, 2),
-            gate_layer: Callable[..., ChannelGate] = ChannelGate,
+            gate_layer: Callable[..., Gate] = ChannelGate,
             device=None,
             dtype=None,
             **kwargs,
@@ -123,7 +124,7 @@ class GatedBottleneck(Bottleneck):
         check_maps(gated_maps, ((1,), (2,), (1, 2)))
         if self.conv2.groups > 1:
             raise ValueError(f'gates need plain convolutions: cardinality must be 1, got {self.conv2.groups}.')
-        self.gate_pool = nn.AdaptiveAvgPool2d(1)
+        self.gate_pool = GatePool()
         self.gate1 = gate_layer(inplanes, self.conv1.out_channels, **dd) if 1 in gated_maps else None
         self.gate2 = gate_layer(inplanes, self.conv2.out_channels, **dd) if 2 in gated_maps else None
 
@@ -135,7 +136,7 @@ class GatedBottleneck(Bottleneck):
         shortcut = x
         mask1 = mask2 = None
         if self.gate1 is not None or self.gate2 is not None:
-            pooled = self.gate_pool(x).flatten(1)
+            pooled = self.gate_pool(x)
             mask1 = self.gate1(pooled) if self.gate1 is not None else None
             mask2 = self.gate2(pooled) if self.gate2 is not None else None
 

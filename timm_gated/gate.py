@@ -1,13 +1,15 @@
-"""Channel gates
+"""Gates: what decides, image by image, which parts of a network run
 
-A gate reads a block's input and decides, image by image, which filters of the block run.
+`Gate` is what all gates have in common, whatever they switch and however they decide; a method brings the few lines of
+its own: how a gate scores its input, how it samples in training and how it decides in evaluation. `ChannelGate` is the
+gate of the paper below: it reads a block's input and switches filters of the block.
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
-The module is the paper's: global average pool, FC to 16, BN, ReLU, FC to one logit a filter; a binary concrete sample
-(hard forward, relaxed backward) in training, the sign of the logit in evaluation. The pooling is left to the block, so
-that a bottleneck with two gates pools its input once. Where the paper is silent: the last bias starts at the mean of
-the paper's prior, and a training batch of one image is normalised by the running statistics.
+The channel gate is the paper's: global average pool, FC to 16, BN, ReLU, FC to one logit a filter; a binary concrete
+sample (hard forward, relaxed backward) in training, the sign of the logit in evaluation. The pooling is left to the
+block, so that a bottleneck with two gates pools its input once. Where the paper is silent: the last bias starts at the
+mean of the paper's prior, and a training batch of one image is normalised by the running statistics.
 """
 from contextlib import contextmanager, nullcontext
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
@@ -20,7 +22,7 @@ from timm.utils import unwrap_model
 
 from .checks import check_number
 
-__all__ = ['ChannelGate', 'apply_gate', 'binary_concrete', 'force_gates', 'gates']
+__all__ = ['ChannelGate', 'Gate', 'GatePool', 'Gating', 'apply_gate', 'binary_concrete', 'force_gates', 'gates']
 
 
 def binary_concrete(logits: torch.Tensor, temperature: float = 2 / 3) -> torch.Tensor:
@@ -38,86 +40,110 @@ def binary_concrete(logits: torch.Tensor, temperature: float = 2 / 3) -> torch.T
 
 
 def apply_gate(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Switch the channels of a feature map [N, C, H, W] by a mask [N, C]."""
+    """Switch the channels of a feature map [N, C, H, W] by a mask [N, C], or the whole map by a mask [N, 1]."""
     return x * mask.to(x.dtype)[:, :, None, None]
 
 
-@register_notrace_module
-class ChannelGate(nn.Module):
-    """One binary decision a filter, from the pooled input of a block.
+class Gating(nn.Module):
+    """Base of what a gated network has and its plain network has not: gates, and what computes something for them.
 
-    The last call's `logits` (with their graph, float32 or better) and `decision` (0 / 1, detached) stay on the module,
-    each [N, num_gates], overwritten by the next call. They are left out of copies and pickles, as is forcing.
-
-    A pruned map may have filters without a gate: they come after the gated ones, and their part of the mask is 1.
-
-    Args:
-        in_channels: Channels of the block's input.
-        num_gates: Filters to switch.
-        hidden_channels: Width of the hidden layer.
-        temperature: Temperature of the binary concrete relaxation.
-        bias: Initial bias of the logits; 0.405 is the log-odds of the mean of a Beta(0.6, 0.4) prior. Dense
-            weights that are gated afterwards want gates that start open: about 2 to 3.
-        num_ungated: Filters that have no gate and are always open.
+    All MACs inside count as overhead, and a dense checkpoint, which has none of its keys, leaves it as it is.
     """
 
-    def __init__(
-            self,
-            in_channels: int,
-            num_gates: int,
-            hidden_channels: int = 16,
-            temperature: float = 2 / 3,
-            bias: float = 0.405,
-            num_ungated: int = 0,
-            device=None,
-            dtype=None,
-    ) -> None:
-        dd = {'device': device, 'dtype': dtype}
-        super().__init__()
-        check_number(hidden_channels, 'hidden_channels of a gate', minimum=1, integer=True)
-        check_number(bias, 'bias of a gate')
-        self.temperature = check_number(temperature, 'temperature of a gate', above=0)
-        self.num_ungated = check_number(num_ungated, 'num_ungated of a gate', minimum=0, integer=True)
-        self.fc1 = nn.Linear(in_channels, hidden_channels, **dd)
-        self.bn = nn.BatchNorm1d(hidden_channels, **dd)
-        self.fc2 = nn.Linear(hidden_channels, num_gates, **dd)
-        nn.init.constant_(self.fc2.bias, bias)
+    def _load_from_state_dict(
+            self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
+        own = {prefix + name: value for name, value in self.state_dict().items()}
+        present = [name for name in own if name in state_dict]
+        if not present:
+            state_dict.update(own)  # a dense checkpoint: what is here stays
+        else:
+            absent = [name for name in own if name not in state_dict and not name.endswith('num_batches_tracked')]
+            if absent:
+                error_msgs.append(
+                    f'the gate {prefix[:-1]} is only half in the checkpoint: {", ".join(absent)} missing. '
+                    f'Either all keys of a gate are there, or none (a dense checkpoint).')
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
+
+class GatePool(Gating, nn.AdaptiveAvgPool2d):
+    """Global average pool of a map, [N, C], for a gate to read."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).flatten(1)
+
+
+@register_notrace_module
+class Gate(Gating):
+    """Base of all gates.
+
+    A subclass gives `num_gates`, `score` and `sample`, and if need be `decide` and `weigh`.
+
+    The state of the last call stays on the module, each [N, num_gates], overwritten by the next call. It is left out of
+    copies and pickles, as is forcing.
+
+    Attributes:
+        logits: What the decision was taken from, with its graph, in float32 or better.
+        mask: What it came to, with the gradient that the gate trains by: 0 or 1, or between them if it is soft.
+        decision: 1 where something has to be computed, and 0 where it is skipped. Detached.
+        forced: A mask instead of the gate's own, see `force_gates`.
+        log_odds: Whether `logits` are the log-odds of being open. Losses on probabilities need it.
+        num_ungated: Channels of the map, after the gated ones, that have no gate and are always open: what pruning
+            leaves of gates that never closed.
+    """
+
+    log_odds: bool = True
+    num_ungated: int = 0
+
+    def __init__(self) -> None:
+        super().__init__()
         self.forced: Optional[torch.Tensor] = None
         self.logits: Optional[torch.Tensor] = None
+        self.mask: Optional[torch.Tensor] = None
         self.decision: Optional[torch.Tensor] = None
 
     @property
     def num_gates(self) -> int:
-        return self.fc2.out_features
+        """Number of decisions for an image: one a filter, or one for a whole block."""
+        raise NotImplementedError
 
-    def extra_repr(self) -> str:
-        return f'temperature={self.temperature:.3g}' + (f', num_ungated={self.num_ungated}' if self.num_ungated else '')
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits [N, num_gates] from what the block hands to its gate."""
+        raise NotImplementedError
+
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
+        """Mask in training."""
+        raise NotImplementedError
+
+    def decide(self, logits: torch.Tensor) -> torch.Tensor:
+        """Mask in evaluation."""
+        return (logits > 0).to(logits.dtype)
+
+    def weigh(self, mask: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """What the network multiplies by, from the mask: a saliency may scale what is open."""
+        return mask
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Decide from pooled features [N, in_channels]; returns a mask [N, num_gates + num_ungated]."""
+        """Decide; returns what the network multiplies by, [N, num_gates + num_ungated]."""
         # Gates are too small to gain from half precision, and their decisions and losses would suffer from it.
         device_type = x.device.type
         autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
         with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
-            logits = self.fc2(F.relu(self._norm(self.fc1(x.to(self.fc1.weight.dtype)))))
+            logits = self.score(x.to(next(self.parameters(), x).dtype))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.forced is not None:
             mask = self._forced_mask(logits)
         elif self.training:
-            mask = binary_concrete(logits, self.temperature)
+            mask = self.sample(logits)
         else:
-            mask = (logits > 0).to(logits.dtype)
+            mask = self.decide(logits)
         if not torch.compiler.is_exporting():  # an exported graph has no modules to keep state on
-            self.logits, self.decision = logits, mask.detach()
-        return F.pad(mask, (0, self.num_ungated), value=1.) if self.num_ungated else mask
-
-    def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        bn = self.bn
-        if bn.training and x.shape[0] == 1 and isinstance(bn, nn.BatchNorm1d):
-            # One image has no batch statistics. (SyncBatchNorm, which sees the other processes, is left to itself.)
-            return F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, eps=bn.eps)
-        return bn(x)
+            self.logits, self.mask, self.decision = logits, mask, (mask.detach() != 0).to(mask.dtype)
+        weights = self.weigh(mask, logits)
+        return F.pad(weights, (0, self.num_ungated), value=1.) if self.num_ungated else weights
 
     def _forced_mask(self, logits: torch.Tensor) -> torch.Tensor:
         assert self.forced is not None
@@ -129,32 +155,70 @@ class ChannelGate(nn.Module):
 
     def __getstate__(self) -> Dict[str, Any]:
         # A non-leaf tensor cannot be deep-copied; and neither the last batch nor a context is a property of the model.
-        return {**self.__dict__, 'logits': None, 'decision': None, 'forced': None}
-
-    def _load_from_state_dict(
-            self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
-        own = {prefix + name: value for name, value in self.state_dict().items()}
-        present = [name for name in own if name in state_dict]
-        if not present:
-            state_dict.update(own)  # a dense checkpoint: this gate keeps what it has
-        else:
-            absent = [name for name in own if name not in state_dict and not name.endswith('num_batches_tracked')]
-            if absent:
-                error_msgs.append(
-                    f'the gate {prefix[:-1]} is only half in the checkpoint: {", ".join(absent)} missing. '
-                    f'Either all keys of a gate are there, or none (a dense checkpoint).')
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        return {**self.__dict__, 'logits': None, 'mask': None, 'decision': None, 'forced': None}
 
 
-def gates(model: nn.Module) -> List[Tuple[str, ChannelGate]]:
+class ChannelGate(Gate):
+    """One binary decision a filter, from the pooled input of a block, [N, in_channels].
+
+    Args:
+        in_channels: Channels of the block's input.
+        num_gates: Filters to switch.
+        hidden_channels: Width of the hidden layer.
+        temperature: Temperature of the binary concrete relaxation.
+        bias: Initial bias of the logits; 0.405 is the log-odds of the mean of a Beta(0.6, 0.4) prior. Dense
+            weights that are gated afterwards want gates that start open: about 2 to 3.
+    """
+
+    def __init__(
+            self,
+            in_channels: int,
+            num_gates: int,
+            hidden_channels: int = 16,
+            temperature: float = 2 / 3,
+            bias: float = 0.405,
+            device=None,
+            dtype=None,
+    ) -> None:
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__()
+        check_number(hidden_channels, 'hidden_channels of a gate', minimum=1, integer=True)
+        check_number(bias, 'bias of a gate')
+        self.temperature = check_number(temperature, 'temperature of a gate', above=0)
+        self.fc1 = nn.Linear(in_channels, hidden_channels, **dd)
+        self.bn = nn.BatchNorm1d(hidden_channels, **dd)
+        self.fc2 = nn.Linear(hidden_channels, num_gates, **dd)
+        nn.init.constant_(self.fc2.bias, bias)
+
+    @property
+    def num_gates(self) -> int:
+        return self.fc2.out_features
+
+    def extra_repr(self) -> str:
+        return f'temperature={self.temperature:.3g}' + (f', num_ungated={self.num_ungated}' if self.num_ungated else '')
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(F.relu(self._norm(self.fc1(x))))
+
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
+        return binary_concrete(logits, self.temperature)
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        bn = self.bn
+        if bn.training and x.shape[0] == 1 and isinstance(bn, nn.BatchNorm1d):
+            # One image has no batch statistics. (SyncBatchNorm, which sees the other processes, is left to itself.)
+            return F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, eps=bn.eps)
+        return bn(x)
+
+
+def gates(model: nn.Module) -> List[Tuple[str, Gate]]:
     """All gates of a model as (name, gate) pairs, in the order of its modules.
 
     Names are those of the model itself, also if it is wrapped by DDP or `torch.compile`.
     """
     wrapped = isinstance(model, (nn.parallel.DistributedDataParallel, torch._dynamo.OptimizedModule))
     named_modules = (unwrap_model(model) if wrapped else model).named_modules()
-    return [(name, module) for name, module in named_modules if isinstance(module, ChannelGate)]
+    return [(name, module) for name, module in named_modules if isinstance(module, Gate)]
 
 
 Masks = Union[str, Mapping[str, Any]]
@@ -187,7 +251,7 @@ def force_gates(model: nn.Module, masks: Masks) -> Iterator[nn.Module]:
             gate.forced = before[name]
 
 
-def _resolve_masks(named_gates: Dict[str, ChannelGate], masks: Masks) -> Dict[str, torch.Tensor]:
+def _resolve_masks(named_gates: Dict[str, Gate], masks: Masks) -> Dict[str, torch.Tensor]:
     if isinstance(masks, str):
         if masks not in ('open', 'closed'):
             raise ValueError(f"gates can be forced 'open', 'closed' or to a mapping of masks, got '{masks}'.")

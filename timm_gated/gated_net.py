@@ -8,18 +8,20 @@ import logging
 import re
 from collections import Counter
 from functools import partial
-from typing import Any, Dict, List, Mapping, Optional, Set, Type
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Type
 
 import torch
 import torch.nn as nn
-from timm.models import build_model_with_cfg, clean_state_dict
+from timm.models import build_model_with_cfg, clean_state_dict, list_models, model_entrypoint
 
-from .gate import ChannelGate, gates
+from .budget import MacBudget
+from .gate import ChannelGate, Gate, Gating
 from .narrow import Channels, narrow_maps
 from .objective import GateLosses, Objective
 
 __all__ = [
-    'GatedNet', 'build_model', 'check_incoming', 'checkpoint_filter_fn', 'create_gated_net', 'rename_linear_head',
+    'GatedNet', 'build_model', 'check_incoming', 'checkpoint_filter_fn', 'create_gated_net', 'list_gated_models',
+    'rename_linear_head',
 ]
 
 _logger = logging.getLogger(__name__)
@@ -32,7 +34,9 @@ class GatedNet(nn.Module):
 
     Args:
         *args: Of the ResNet.
-        gate_losses: Arguments of `GateLosses`, which the stock training tasks add to their loss.
+        objective: Makes what the network is trained with beside its task loss, which the stock training tasks add.
+        budget: Share of the plain network's MACs to aim at as well, see `MacBudget`; none by default.
+        budget_weight: Weight of that loss.
         inner_channels: Widths of the blocks' inner maps (see `timm_gated.narrow`), after pruning.
         gated_channels: How many of their channels have gates.
         **kwargs: Of the ResNet.
@@ -52,7 +56,9 @@ class GatedNet(nn.Module):
     def __init__(
             self,
             *args,
-            gate_losses: Optional[Mapping[str, Any]] = None,
+            objective: Optional[Callable[[], Objective]] = GateLosses,
+            budget: Optional[float] = None,
+            budget_weight: Optional[float] = None,
             inner_channels: Optional[Channels] = None,
             gated_channels: Optional[Channels] = None,
             **kwargs,
@@ -60,13 +66,19 @@ class GatedNet(nn.Module):
         super().__init__(*args, **kwargs)
         narrow_maps(self, inner_channels, gated_channels)
         # Last of the children: timm's feature extraction runs them in order, up to the last one it needs.
-        self.gate_losses = GateLosses(**(gate_losses or {}))
+        if objective is not None:
+            self.gate_losses = objective()
+            self.gate_losses.attach(self)
+        if budget is not None:
+            self.mac_budget = MacBudget(budget, **({} if budget_weight is None else dict(budget_weight=budget_weight)))
+        elif budget_weight is not None:
+            raise ValueError(f'budget_weight needs a budget, got {budget_weight} and none.')
 
     @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
         return {
             f'{name}.{parameter}'
-            for name, module in self.named_modules() if isinstance(module, (ChannelGate, Objective))
+            for name, module in self.named_modules() if isinstance(module, (Gate, Objective))
             for parameter, _ in module.named_parameters()
         }
 
@@ -110,28 +122,33 @@ def create_gated_net(
         model_cls: Type[nn.Module],
         variant: str,
         pretrained: bool,
-        recipe: Mapping[str, Any],
         dense_variant: str,
+        gate_layer: Type[Gate] = ChannelGate,
+        objective: Optional[Type[Objective]] = GateLosses,
+        recipe: Optional[Mapping[str, Any]] = None,
         **kwargs,
 ) -> Any:
     """Build a gated network with timm's builder.
 
-    The options of the gates (`gate_hidden`, `gate_temperature`, `gate_bias`, `gated_maps`) and of the losses (those of
-    `GateLosses`) are flat keyword arguments, so that one of them can be changed from a command line.
+    The options of the gates and of the objective are flat keyword arguments, so that one of them can be changed from a
+    command line. Those of the objective have the names of its signature, those of the gates `gate_` before it:
+    `gate_temperature`, `gate_bias`, and `gate_hidden` for hidden channels. `gated_maps` goes to the blocks.
 
     Args:
         model_cls: A `GatedNet`.
         variant: Name of the entry point.
         pretrained: Load the weights of the pretrained config.
-        recipe: Default arguments of `GateLosses`: the paper's schedule for the family's data set.
         dense_variant: Name of the entry point of the same network without gates.
-        **kwargs: Options of gates, losses and of the ResNet.
+        gate_layer: Class of the gates; the blocks get it, with its options, as `gate_layer`.
+        objective: Class of what the network is trained with beside its task loss and a budget; None for nothing.
+        recipe: Default arguments of the objective: the schedule for the family's data set.
+        **kwargs: Options of gates, objective and of the ResNet.
     """
     model_args = dict(kwargs)
-    losses = dict(recipe, **{k: kwargs.pop(k) for k in inspect.signature(GateLosses).parameters if k in kwargs})
-    gate_options = {'gate_hidden': 'hidden_channels', 'gate_temperature': 'temperature', 'gate_bias': 'bias'}
-    gate_args = {gate_options[k]: kwargs.pop(k) for k in tuple(kwargs) if k in gate_options}
-    gated_block_args = dict(kwargs.get('block_args') or {}, gate_layer=partial(ChannelGate, **gate_args))
+    losses = {k: kwargs.pop(k) for k in _options(objective) if k in kwargs} if objective is not None else {}
+    names = {f'gate_{option.removesuffix("_channels")}': option for option in _options(gate_layer)}
+    gate_args = {option: kwargs.pop(name) for name, option in names.items() if name in kwargs}
+    gated_block_args = dict(kwargs.get('block_args') or {}, gate_layer=partial(gate_layer, **gate_args))
     if 'gated_maps' in kwargs:
         gated_block_args['gated_maps'] = kwargs.pop('gated_maps')
     model = build_model(
@@ -140,12 +157,29 @@ def create_gated_net(
         pretrained,
         model_args=model_args,
         pretrained_filter_fn=checkpoint_filter_fn,
-        gate_losses=losses,
+        objective=None if objective is None else partial(objective, **{**(recipe or {}), **losses}),
         **dict(kwargs, block_args=gated_block_args),
     )
     model.dense_variant = dense_variant
-    model.dense_args = _options_of_model({k: v for k, v in kwargs.items() if k != 'gated_channels'})
+    model.dense_args = _options_of_model({
+        k: v for k, v in kwargs.items() if k not in ('gated_channels', 'budget', 'budget_weight')})
     return model
+
+
+def _options(cls: Type[nn.Module]) -> List[str]:
+    """Parameters of a class that have a default, apart from where its tensors are."""
+    parameters = inspect.signature(cls).parameters.items()
+    return [k for k, v in parameters if v.default is not v.empty and k not in ('device', 'dtype')]
+
+
+def list_gated_models(pattern: str = '') -> List[str]:
+    """Names of the timm models that are gated networks, of whatever method: those whose entry point says so.
+
+    Args:
+        pattern: Wildcards, as for `timm.list_models`.
+    """
+    returned = ((name, model_entrypoint(name).__annotations__.get('return')) for name in list_models(pattern))
+    return [name for name, cls in returned if isinstance(cls, type) and issubclass(cls, GatedNet)]
 
 
 def checkpoint_filter_fn(state_dict: StateDict, model: nn.Module) -> StateDict:
@@ -178,10 +212,11 @@ def check_incoming(model: nn.Module, state_dict: StateDict, prefix: str = '') ->
         state_dict: The state dict that is being loaded.
         prefix: Of the network's keys in it.
     """
-    fresh = [n for n, _ in gates(model) if not any(k.startswith(f'{prefix}{n}.') for k in state_dict)]
+    learnt = [n for n, m in model.named_modules() if isinstance(m, Gating) and m.state_dict()]
+    fresh = [n for n in learnt if not any(k.startswith(f'{prefix}{n}.') for k in state_dict)]
     if fresh:
         _logger.warning(
-            f'The checkpoint has no weights for {len(fresh)} of {len(gates(model))} gates; '
+            f'The checkpoint has no weights for {len(fresh)} of {len(learnt)} gates; '
             f'these keep their fresh initialisation: {fresh[0]}{" … " + fresh[-1] if len(fresh) > 1 else ""}.')
     return _depth_mismatch(state_dict, model, prefix)
 
@@ -212,7 +247,7 @@ def _depth_mismatch(state_dict: StateDict, model: nn.Module, prefix: str = '') -
 def _key_mismatch(state_dict: StateDict, model: nn.Module) -> str:
     """What does not fit, apart from gates, and apart from stem and head, which timm adapts itself."""
     own = model.state_dict()
-    ours = tuple(f'{n}.' for n, m in model.named_modules() if isinstance(m, (ChannelGate, Objective)))
+    ours = tuple(f'{n}.' for n, m in model.named_modules() if isinstance(m, (Gating, Objective)))
     adapted = ('conv1.', 'fc.')
 
     def relevant(key: str) -> bool:

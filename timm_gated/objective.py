@@ -13,15 +13,15 @@ import torch
 import torch.nn as nn
 
 from .checks import check_number
-from .gate import gates
+from .gate import Gate, gates
 from .losses import batch_shaping_loss, check_reduction, l0_loss
 from .priors import Prior, create_prior
 from .schedules import Epochs, check_epochs, linear_anneal, linear_warmup
 from .snapshots import GateSnapshots
 
 __all__ = [
-    'FeatureShaping', 'GateLosses', 'Objective', 'Term', 'gate_density', 'gate_logits', 'gate_prior', 'objectives',
-    'shape_features',
+    'FeatureShaping', 'GateLosses', 'Objective', 'Step', 'Term', 'gate_density', 'gate_logits', 'gate_masks',
+    'gate_prior', 'objectives', 'shape_features',
 ]
 
 PriorSpec = Union[Prior, str, Mapping[str, Any]]
@@ -32,6 +32,13 @@ class Term(NamedTuple):
     value: torch.Tensor
     weight: float
     weight_name: str
+
+
+class Step(NamedTuple):
+    """A training step: what went in, what came out, and what should have."""
+    input: torch.Tensor
+    output: torch.Tensor
+    target: torch.Tensor
 
 
 class Objective(nn.Module):
@@ -60,8 +67,17 @@ class Objective(nn.Module):
             state_dict.setdefault(key, value)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def terms(self, model: nn.Module, epoch: float) -> Dict[str, Term]:
-        """Loss terms of the last forward pass of `model`, by name."""
+    def attach(self, network: nn.Module) -> None:
+        """Get to know the network whose child this is, once it is built."""
+
+    def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
+        """Loss terms of the last forward pass of `model`, by name.
+
+        Args:
+            model: The network, or whatever the task trains that contains it.
+            epoch: The current epoch.
+            step: Of which that pass was part, for what depends on the images or on their labels. Tasks give it.
+        """
         raise NotImplementedError
 
     def stats(self, model: nn.Module) -> Dict[str, torch.Tensor]:
@@ -134,7 +150,7 @@ class GateLosses(Objective):
             gamma = linear_warmup(epoch, gamma, *self.gamma_epochs)
         return lam, gamma
 
-    def terms(self, model: nn.Module, epoch: float) -> Dict[str, Term]:
+    def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
         lam, gamma = self.weights(epoch)
         logits = gate_logits(model)
         if lam or any(p.requires_grad for p in self.prior.parameters()):
@@ -161,10 +177,11 @@ class GateLosses(Objective):
 
 
 def gate_density(model: nn.Module) -> Dict[str, torch.Tensor]:
-    """Share of the gates that were open in the last forward pass, and that would be open without noise."""
-    logits = gate_logits(model).detach()
-    decisions = torch.cat([gate.decision for _, gate in gates(model)], dim=1)  # type: ignore[misc]
-    return {'gate_density': decisions.mean(), 'gate_density_eval': (logits > 0).to(logits.dtype).mean()}
+    """Share of the gates that were open in the last forward pass, and that would be open in evaluation."""
+    last = _last(model)
+    decisions = torch.cat([gate.decision for gate, _ in last], dim=1)  # type: ignore[misc]
+    in_evaluation = torch.cat([gate.decide(logits.detach()) for gate, logits in last], dim=1)
+    return {'gate_density': decisions.mean(), 'gate_density_eval': in_evaluation.mean()}
 
 
 def gate_prior(model: nn.Module) -> Optional[Prior]:
@@ -177,17 +194,35 @@ def gate_prior(model: nn.Module) -> Optional[Prior]:
 
 
 def gate_logits(model: nn.Module) -> torch.Tensor:
-    """The last logits of all gates, [N, gates]."""
-    logits = []
+    """The last log-odds of all gates, [N, gates]. Gates that score otherwise are refused."""
+    last = _last(model)
+    for gate, _ in last:
+        if not gate.log_odds:
+            raise ValueError(
+                f'{type(gate).__name__} does not give log-odds, which losses on the probabilities of gates (batch '
+                f'shaping, L0) need.')
+    return torch.cat([logits for _, logits in last], dim=1)
+
+
+def gate_masks(model: nn.Module) -> Dict[str, torch.Tensor]:
+    """The last masks of all gates by name, [N, num_gates] each, with the gradient that they train by."""
+    _last(model)
+    return {name: gate.mask for name, gate in gates(model) if gate.mask is not None}
+
+
+def _last(model: nn.Module) -> List[Tuple[Gate, torch.Tensor]]:
+    """All gates with the logits of their last input, which is there and can be trained on."""
+    last = []
     for name, gate in gates(model):
         if gate.logits is None:
             raise RuntimeError(f"gate '{name}' has seen no input: run the model before its gate losses.")
-        if torch.is_grad_enabled() and gate.fc2.weight.requires_grad and not gate.logits.requires_grad:
+        trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in gate.parameters())
+        if trains and not gate.logits.requires_grad:
             raise RuntimeError(
                 f"the logits of gate '{name}' carry no gradient, so its losses would not train it. If the model is "
                 f'checkpointed, use use_reentrant=False.')
-        logits.append(gate.logits)
-    return torch.cat(logits, dim=1)
+        last.append((gate, gate.logits))
+    return last
 
 
 class _FeatureTap(nn.Module):
@@ -252,7 +287,7 @@ class FeatureShaping(Objective):
     def extra_repr(self) -> str:
         return f'weight={self.weight}, epochs={self.epochs}, reduction={self.reduction}'
 
-    def terms(self, model: nn.Module, epoch: float) -> Dict[str, Term]:
+    def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
         weight = self.weight if self.epochs == 'fixed' else linear_anneal(epoch, self.weight, *self.epochs)
         losses = [tap.loss(self.reduction) for tap in self.taps]  # type: ignore[operator]
         if not losses:

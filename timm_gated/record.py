@@ -33,7 +33,7 @@ def check_gated(model: nn.Module) -> nn.Module:
     if not gates(model):
         raise ValueError(
             f'this {type(model).__name__} has no gates, so there is nothing to see. Gated timm models are listed by '
-            f"timm.list_models('gated_*').")
+            f'timm_gated.list_gated_models().')
     return model
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 from timm.task import TrainingTask
 
-from .objective import Objective, objectives
+from .objective import Objective, Step, objectives
 
 __all__ = ['ObjectiveTask', 'extend_timm_tasks']
 
@@ -67,12 +67,12 @@ class ObjectiveTask(TrainingTask):
             return result
         if model.training and (self.gate_epoch < 0 or any(objective.epoch_begins for objective in active)):
             self.set_epoch(self.gate_epoch + 1)
-        loss = result['loss']
+        loss, step = result['loss'], Step(input, result['output'], target)
         result.setdefault('task_loss', loss)
         # Outside autocast: sorted sigmoids and their CDFs need all of float32.
         with torch.autocast(loss.device.type, enabled=False):
             for objective in active:
-                for name, term in objective.terms(model, self.gate_epoch).items():
+                for name, term in objective.terms(model, self.gate_epoch, step).items():
                     loss = loss + term.weight * term.value
                     result.update({name: term.value, term.weight_name: term.weight})
                 result.update(objective.stats(model))

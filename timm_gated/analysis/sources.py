@@ -22,7 +22,8 @@ __all__ = ['Data', 'add_data_options', 'add_model_options', 'create_data', 'crea
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Options of timm's scripts that make a model; `--checkpoint` is each tool's own."""
     group = parser.add_argument_group('model (as in timm)')
-    group.add_argument('--model', metavar='NAME', help="a timm model; timm.list_models('gated_*') lists the gated ones")
+    group.add_argument(
+        '--model', metavar='NAME', help='a timm model; timm_gated.list_gated_models() lists the gated ones')
     group.add_argument('--pretrained', action='store_true', help="start from the model's pretrained weights")
     group.add_argument('--num-classes', type=int, metavar='N', help='outputs of the model (default: its own)')
     group.add_argument('--in-chans', type=int, metavar='N', help='input channels (default: 3)')
