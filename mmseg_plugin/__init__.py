@@ -5,7 +5,7 @@ Importing this package, as the configs do through `custom_imports`, registers ev
 from timm_gated.version import __version__ as __version__
 
 from . import compat  # noqa: F401, I001  (before anything of mmseg)
-from .backbones import GatedResNet, GatedResNetV1c, GatedResNetV1d
+from .backbones import GatedResNet, GatedResNetV1c, GatedResNetV1d, SlimResNet
 from .datasets import CamVidDataset
 from .hooks import GateLossScheduleHook, GateStatisticsHook
 from .losses import BatchShapingLoss, FeatureShapingLoss, L0Loss
@@ -25,4 +25,5 @@ __all__ = [
     'GatedResNetV1d',
     'L0Loss',
     'MACsMetric',
+    'SlimResNet',
 ]

@@ -5,7 +5,7 @@ Its accuracy is the share of its labelled pixels that are right, its confidence 
 """
 import argparse
 from pathlib import Path
-from typing import Any, Iterable, Sequence, Tuple
+from typing import Any, Iterable, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -15,10 +15,10 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import Runner, load_checkpoint
 from mmseg.registry import MODELS
 
-from timm_gated.analysis.record import Outcome
 from timm_gated.analysis.sources import Data
+from timm_gated.record import Outcome
 
-__all__ = ['create_segmentation', 'segmentation_outcome']
+__all__ = ['create_segmentation', 'relabel', 'segmentation_outcome']
 
 
 def create_segmentation(
@@ -65,12 +65,18 @@ def create_segmentation(
     return model.to(device).eval(), Data(loader, class_names, fetch_image, step)
 
 
-def segmentation_outcome(results: Iterable[Any], num_classes: int) -> Outcome:
+def segmentation_outcome(
+        results: Iterable[Any],
+        num_classes: int,
+        classes: Optional[Sequence[int]] = None,
+) -> Outcome:
     """How a batch of a segmentor went.
 
     Args:
         results: Data samples of its prediction, with their label maps.
-        num_classes: Number of classes.
+        num_classes: Number of classes that the segmentor chooses among.
+        classes: Look at pixels of these labels only, and choose among them: all of the segmentor's outputs, in this
+            order, or so many of its outputs.
     """
     members, correct, confidence = [], [], []
     for result in results:
@@ -83,8 +89,20 @@ def segmentation_outcome(results: Iterable[Any], num_classes: int) -> Outcome:
                 f'the output of the model is not finite (NaN or infinity) for {result.get("img_path", "an image")}: '
                 f'the weights or the input are broken. Was the training stable?')
         truth, prediction = result.gt_sem_seg.data.flatten().to(logits.device), result.pred_sem_seg.data.flatten()
-        labelled = truth < num_classes  # 255 is no class
-        members.append(torch.bincount(truth[labelled], minlength=num_classes) > 0)
+        if classes is not None:
+            truth = relabel(truth, classes)
+            logits = logits if len(logits) == len(classes) else logits[list(classes)]
+            prediction = logits.argmax(0).flatten()
+        num_members = num_classes if classes is None else len(classes)
+        labelled = truth < num_members  # 255 is no class
+        members.append(torch.bincount(truth[labelled], minlength=num_members) > 0)
         correct.append((truth == prediction)[labelled].float().mean().nan_to_num())
         confidence.append(torch.softmax(logits.float(), dim=0).amax(0).mean())
     return Outcome(torch.stack(members), torch.stack(correct), torch.stack(confidence))
+
+
+def relabel(labels: torch.Tensor, classes: Sequence[int]) -> torch.Tensor:
+    """Number labels within some classes; 255, no class, for all others."""
+    numbers = torch.full((256,), 255, dtype=labels.dtype, device=labels.device)
+    numbers[list(classes)] = torch.arange(len(classes), dtype=labels.dtype, device=labels.device)
+    return numbers[labels.long()]

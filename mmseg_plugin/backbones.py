@@ -6,10 +6,11 @@ Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://op
 
 The blocks are mmseg's own: a gate's mask is applied where the next convolution reads the map, which is after the ReLU,
 by a hook before that convolution. Names of weights are mmseg's plus those of the gates, so dense checkpoints load.
+
+`SlimResNet` is mmseg's ResNet with inner maps of any width: what is left of a gated one after `specialize`.
 """
-import inspect
 from functools import partial
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -18,13 +19,15 @@ from mmseg.registry import MODELS
 from torch.utils.checkpoint import checkpoint
 
 from timm_gated.blocks import GatedConvs, check_maps
-from timm_gated.gate import ChannelGate, GatePool, apply_gate
+from timm_gated.gate import ChannelGate, GatePool, apply_gate, gates
 from timm_gated.gated_net import check_incoming
 from timm_gated.inference.program import Trunk, register_forward, trunk
+from timm_gated.narrow import Channels, gated_channels, inner_channels, narrow_maps
+from timm_gated.pruning import without_gates
 
-__all__ = ['GatedResNet', 'GatedResNetV1c', 'GatedResNetV1d']
+__all__ = ['GatedResNet', 'GatedResNetV1c', 'GatedResNetV1d', 'SlimResNet', 'backbone_cfg']
 
-_GATE_OPTIONS = tuple(inspect.signature(ChannelGate).parameters)[2:-2]
+_GATE_OPTIONS = ('hidden_channels', 'temperature', 'bias')
 
 
 class _GatedBlock(nn.Module):
@@ -66,11 +69,14 @@ class _GatedBlock(nn.Module):
         return {f'conv{index}': (gate.get(index - 1), gate.get(index)) for index in range(1, num_convs + 1)}
 
     def _apply_mask(self, index: int, conv: nn.Module, args: Tuple[torch.Tensor, ...]) -> Tuple[torch.Tensor, ...]:
-        return (apply_gate(args[0], self._masks[index]), *args[1:])
+        mask = self._masks.get(index)
+        return args if mask is None else (apply_gate(args[0], mask), *args[1:])
 
     def _gated_forward(self, x: torch.Tensor) -> torch.Tensor:
-        pooled = self.gate_pool(x)
-        self._masks = {index: getattr(self, f'gate{index}')(pooled) for index in self.gated_maps}
+        present = {index: gate for index in self.gated_maps if (gate := getattr(self, f'gate{index}')) is not None}
+        if present:  # pruning may have taken all gates away
+            pooled = self.gate_pool(x)
+            self._masks = {index: gate(pooled) for index, gate in present.items()}
         try:
             return super().forward(x)
         finally:
@@ -99,6 +105,8 @@ class GatedResNet(ResNet):
     Args:
         gated_maps: Inner maps of the blocks that are gated, counted from 1; all of them by default.
         gate_cfg: Options of the gates: `hidden_channels`, `temperature`, `bias`.
+        inner_channels: Widths of the blocks' inner maps (see `timm_gated.narrow`), after pruning.
+        gated_channels: How many of their channels have gates.
         **kwargs: As for mmseg's ResNet.
     """
 
@@ -111,6 +119,8 @@ class GatedResNet(ResNet):
             self,
             gated_maps: Optional[Sequence[int]] = None,
             gate_cfg: Optional[Dict[str, Any]] = None,
+            inner_channels: Optional[Channels] = None,
+            gated_channels: Optional[Channels] = None,
             **kwargs,
     ) -> None:
         unknown = sorted(set(gate_cfg or {}) - set(_GATE_OPTIONS))
@@ -120,7 +130,9 @@ class GatedResNet(ResNet):
         # mmseg zero-initialises the last norm of its own two block classes only.
         fresh = kwargs.get('pretrained') is None and kwargs.get('init_cfg') is None
         self._zero_init = fresh and kwargs.get('zero_init_residual', True)
+        self.resnet_args = kwargs
         super().__init__(**kwargs)
+        narrow_maps(self, inner_channels, gated_channels)
 
     def make_res_layer(self, **kwargs) -> nn.Module:
         if self._zero_init:
@@ -151,6 +163,43 @@ class GatedResNetV1d(GatedResNet):
 
     def __init__(self, **kwargs) -> None:
         super().__init__(deep_stem=True, avg_down=True, **kwargs)
+
+
+@MODELS.register_module()
+class SlimResNet(ResNet):
+    """mmseg's ResNet with inner maps of any width. (ResNetV1c has `deep_stem`, ResNetV1d `avg_down` as well.)
+
+    Args:
+        inner_channels: Widths of the blocks' inner maps.
+        **kwargs: As for mmseg's ResNet.
+    """
+
+    def __init__(self, inner_channels: Optional[Channels] = None, **kwargs) -> None:
+        self.resnet_args = kwargs
+        super().__init__(**kwargs)
+        narrow_maps(self, inner_channels)
+
+
+def backbone_cfg(backbone: Union[GatedResNet, SlimResNet]) -> Dict[str, Any]:
+    """Config of a backbone as it is, after pruning too. It says nothing of weights."""
+    args = {k: v for k, v in backbone.resnet_args.items() if k not in ('init_cfg', 'pretrained')}
+    cfg = dict(args, inner_channels=inner_channels(backbone))
+    if isinstance(backbone, GatedResNet):
+        gate_args = {k: v for k, v in backbone._gate_args.items() if v is not None}
+        return dict(type='GatedResNet', **cfg, **gate_args, gated_channels=gated_channels(backbone))
+    return dict(type='SlimResNet', **cfg)
+
+
+@without_gates.register
+def _(network: GatedResNet) -> nn.Module:
+    if gates(network):
+        return network
+    cfg = backbone_cfg(network)
+    slim = SlimResNet(**{k: v for k, v in cfg.items() if k not in ('type', 'gated_channels', *network._gate_args)})
+    slim.load_state_dict(network.state_dict())
+    slim.to(next(network.parameters()))
+    slim.eval()
+    return slim
 
 
 for _cls in (ResNet, BasicBlock, Bottleneck, _GatedBlock):

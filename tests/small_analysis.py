@@ -11,7 +11,7 @@ from PIL import Image
 
 import timm_gated  # noqa: F401
 from timm_gated.analysis import GateRecord, record_gates
-from timm_gated.analysis.record import classification_step
+from timm_gated.record import classification_step
 
 CLASSES = ['ant', 'bee', 'cow', 'dog', 'eel', 'fox', 'gnu']
 MODEL_KWARGS = dict(layers=(1, 1, 1), channels=(8, 8, 8), num_classes=len(CLASSES))

@@ -19,7 +19,7 @@ from timm_gated.analysis import (
     summary,
 )
 from timm_gated.analysis.measures import spread_over
-from timm_gated.analysis.record import classification_outcome
+from timm_gated.record import classification_outcome
 
 
 @pytest.fixture(scope='module')

@@ -109,7 +109,7 @@ def test_segmentation(tmp_path):
     (['--groups', 'animals'], "written NAME=CLASS,CLASS,…, got 'animals'"),
     (['--snapshots', 'nowhere'], 'no gate snapshots'),
     (['--compare', 'nowhere'], 'is no gates.json'),
-    (['--threshold', '2'], r'threshold must be in \[0.5, 1\), got 2'),
+    (['--threshold', '2'], r'threshold must be in \(0.5, 1\], got 2'),
     (['--class-map', 'classes.pkl'], 'must be a text file .*classes.pkl'),
     (['--mmseg-config', 'nowhere.py'], 'there is no file nowhere.py'),
 ])

@@ -71,11 +71,18 @@ def test_counts_with_another_threshold(net):
     assert statistics.counts(threshold=0.8) == GateCounts(8, 0, 104)
 
 
-@pytest.mark.parametrize('threshold', [1., 0.49, -1., 2.])
+def test_threshold_one_is_without_exception(net):
+    statistics = GateStatistics()
+    run(net, statistics, {'layer1.0.gate1': mask_open_for([0, 1, 199, 200] * 4, 200)})
+    assert statistics.counts() == GateCounts(8, 0, 104)
+    assert statistics.counts(threshold=1.) == GateCounts(4, 8, 100)
+
+
+@pytest.mark.parametrize('threshold', [0.5, 0.49, -1., 1.01])
 def test_bad_thresholds_are_refused(net, threshold):
     statistics = GateStatistics()
     run(net, statistics, {'layer1.0.gate1': torch.ones(2, 16)})
-    with pytest.raises(ValueError, match=rf'threshold must be in \[0.5, 1\), got {threshold}'):
+    with pytest.raises(ValueError, match=rf'threshold must be in \(0.5, 1\], got {threshold}'):
         statistics.counts(threshold=threshold)
 
 

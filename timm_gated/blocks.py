@@ -38,7 +38,7 @@ class GatedBasicBlock(BasicBlock):
         planes: Output channel dimensionality.
         stride: Stride of the first convolution.
         downsample: Optional downsample layer for the residual path.
-        gated_maps: Which inner maps are gated; there is one, 1.
+        gated_maps: Which inner maps are gated; there is one, 1. (Pruning may take its gate away.)
         gate_layer: Makes a gate from (in_channels, num_gates).
         **kwargs: As for timm's BasicBlock.
     """
@@ -59,7 +59,7 @@ class GatedBasicBlock(BasicBlock):
         super().__init__(inplanes, planes, stride, downsample, **kwargs, **dd)
         check_maps(gated_maps, ((1,),))
         self.gate_pool = GatePool()
-        self.gate1 = gate_layer(inplanes, self.conv1.out_channels, **dd)
+        self.gate1: Optional[Gate] = gate_layer(inplanes, self.conv1.out_channels, **dd)
 
     @property
     def gated_convs(self) -> GatedConvs:
@@ -67,13 +67,14 @@ class GatedBasicBlock(BasicBlock):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shortcut = x
-        mask = self.gate1(self.gate_pool(x))
+        mask = self.gate1(self.gate_pool(x)) if self.gate1 is not None else None
 
         x = self.conv1(x)
         x = self.bn1(x)
         x = self.drop_block(x)
         x = self.act1(x)
-        x = apply_gate(x, mask)
+        if mask is not None:
+            x = apply_gate(x, mask)
         x = self.aa(x)  # type: ignore[misc]
 
         x = self.conv2(x)
@@ -133,9 +134,11 @@ class GatedBottleneck(Bottleneck):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shortcut = x
-        pooled = self.gate_pool(x)
-        mask1 = self.gate1(pooled) if self.gate1 is not None else None
-        mask2 = self.gate2(pooled) if self.gate2 is not None else None
+        mask1 = mask2 = None
+        if self.gate1 is not None or self.gate2 is not None:
+            pooled = self.gate_pool(x)
+            mask1 = self.gate1(pooled) if self.gate1 is not None else None
+            mask2 = self.gate2(pooled) if self.gate2 is not None else None
 
         x = self.conv1(x)
         x = self.bn1(x)

@@ -18,13 +18,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import DropPath, LayerType, create_classifier, get_act_layer, get_device_dtype, get_norm_layer
-from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
+from timm.models import checkpoint_seq, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.resnet import BasicBlock
 
 from .blocks import GatedBasicBlock
 from .checks import check_number
-from .gated_net import GatedNet, checkpoint_filter_fn, create_gated_net, rename_linear_head
+from .gated_net import GatedNet, build_model, checkpoint_filter_fn, create_gated_net, rename_linear_head
+from .narrow import Channels, narrow_maps
 
 __all__ = ['CIFAR10_RECIPE', 'CifarResNet', 'GatedCifarResNet']
 
@@ -61,6 +62,7 @@ class CifarResNet(nn.Module):
         global_pool: Global pooling type.
         channels: Width of each stage.
         inner_width: Factor on the width of each block's inner map.
+        inner_channels: Widths of single blocks' inner maps (see `timm_gated.narrow`), after pruning.
         act_layer: Activation layer.
         norm_layer: Normalization layer.
         drop_rate: Dropout probability before the classifier.
@@ -79,6 +81,7 @@ class CifarResNet(nn.Module):
             global_pool: str = 'avg',
             channels: Tuple[int, ...] = (16, 32, 64),
             inner_width: int = 1,
+            inner_channels: Optional[Channels] = None,
             act_layer: LayerType = nn.ReLU,
             norm_layer: LayerType = nn.BatchNorm2d,
             drop_rate: float = 0.,
@@ -142,6 +145,7 @@ class CifarResNet(nn.Module):
 
         self.num_features = self.head_hidden_size = channels[-1]
         self.global_pool, self.fc = create_classifier(self.num_features, num_classes, pool_type=global_pool, **dd)
+        narrow_maps(self, inner_channels)
         self.init_weights(zero_init_last=zero_init_last)
 
     @torch.jit.ignore
@@ -266,7 +270,7 @@ def _layers(depth: int) -> Tuple[int, int, int]:
 
 
 def _create_cifar_resnet(depth: int, pretrained: bool = False, **kwargs) -> CifarResNet:
-    return build_model_with_cfg(
+    return build_model(
         CifarResNet,
         f'cifar_resnet{depth}',
         pretrained,
@@ -287,6 +291,7 @@ def _create_gated_resnet(
         variant or f'gated_resnet{depth}',
         pretrained,
         recipe=CIFAR10_RECIPE,
+        dense_variant=f'cifar_resnet{depth}',
         feature_cfg=dict(out_indices=(0, 1, 2, 3)),
         **dict(dict(block=GatedBasicBlock, layers=_layers(depth)), **kwargs),
     )

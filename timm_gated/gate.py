@@ -91,9 +91,11 @@ class Gate(Gating):
         decision: 1 where something has to be computed, and 0 where it is skipped. Detached.
         forced: A mask instead of the gate's own, see `force_gates`.
         log_odds: Whether `logits` are the log-odds of being open. Losses on probabilities need it.
+        num_ungated: Filters that the gate stands for beside those it switches, always open.
     """
 
     log_odds: bool = True
+    num_ungated: int = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +126,7 @@ class Gate(Gating):
         return mask
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Decide; returns what the network multiplies by, [N, num_gates]."""
+        """Decide; returns what the network multiplies by, [N, num_gates + num_ungated]."""
         # Gates are too small to gain from half precision, and their decisions and losses would suffer from it.
         device_type = x.device.type
         autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
@@ -157,6 +159,8 @@ class Gate(Gating):
 class ChannelGate(Gate):
     """One binary decision a filter, from the pooled input of a block, [N, in_channels].
 
+    A pruned map may have filters without a gate: they come after the gated ones, and their part of the mask is 1.
+
     Args:
         in_channels: Channels of the block's input.
         num_gates: Filters to switch.
@@ -164,6 +168,7 @@ class ChannelGate(Gate):
         temperature: Temperature of the binary concrete relaxation.
         bias: Initial bias of the logits; 0.405 is the log-odds of the mean of a Beta(0.6, 0.4) prior. Dense
             weights that are gated afterwards want gates that start open: about 2 to 3.
+        num_ungated: Filters that have no gate and are always open.
     """
 
     def __init__(
@@ -173,6 +178,7 @@ class ChannelGate(Gate):
             hidden_channels: int = 16,
             temperature: float = 2 / 3,
             bias: float = 0.405,
+            num_ungated: int = 0,
             device=None,
             dtype=None,
     ) -> None:
@@ -181,6 +187,7 @@ class ChannelGate(Gate):
         check_number(hidden_channels, 'hidden_channels of a gate', minimum=1, integer=True)
         check_number(bias, 'bias of a gate')
         self.temperature = check_number(temperature, 'temperature of a gate', above=0)
+        self.num_ungated = check_number(num_ungated, 'num_ungated of a gate', minimum=0, integer=True)
         self.fc1 = nn.Linear(in_channels, hidden_channels, **dd)
         self.bn = nn.BatchNorm1d(hidden_channels, **dd)
         self.fc2 = nn.Linear(hidden_channels, num_gates, **dd)
@@ -191,13 +198,16 @@ class ChannelGate(Gate):
         return self.fc2.out_features
 
     def extra_repr(self) -> str:
-        return f'temperature={self.temperature:.3g}'
+        return f'temperature={self.temperature:.3g}' + (f', num_ungated={self.num_ungated}' if self.num_ungated else '')
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc2(F.relu(self._norm(self.fc1(x))))
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         return binary_concrete(logits, self.temperature)
+
+    def weigh(self, mask: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return F.pad(mask, (0, self.num_ungated), value=1.) if self.num_ungated else mask
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
         bn = self.bn

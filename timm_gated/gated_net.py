@@ -16,10 +16,12 @@ from timm.models import build_model_with_cfg, clean_state_dict, list_models, mod
 
 from .budget import MacBudget
 from .gate import ChannelGate, Gate, Gating
+from .narrow import Channels, narrow_maps
 from .objective import GateLosses, Objective
 
 __all__ = [
-    'GatedNet', 'check_incoming', 'checkpoint_filter_fn', 'create_gated_net', 'list_gated_models', 'rename_linear_head',
+    'GatedNet', 'build_model', 'check_incoming', 'checkpoint_filter_fn', 'create_gated_net', 'list_gated_models',
+    'rename_linear_head',
 ]
 
 _logger = logging.getLogger(__name__)
@@ -35,8 +37,21 @@ class GatedNet(nn.Module):
         objective: Makes what the network is trained with beside its task loss, which the stock training tasks add.
         budget: Share of the plain network's MACs to aim at as well, see `MacBudget`; none by default.
         budget_weight: Weight of that loss.
+        inner_channels: Widths of the blocks' inner maps (see `timm_gated.narrow`), after pruning.
+        gated_channels: How many of their channels have gates.
         **kwargs: Of the ResNet.
+
+    Attributes:
+        model_args: Options of the entry point that the model was made with.
+        dense_variant: Entry point of the same network without gates.
+        dense_args: Its options.
     """
+
+    model_args: Dict[str, Any]
+    dense_variant: str
+    dense_args: Dict[str, Any]
+    pretrained_cfg: Dict[str, Any]
+    num_classes: int
 
     def __init__(
             self,
@@ -44,9 +59,12 @@ class GatedNet(nn.Module):
             objective: Optional[Callable[[], Objective]] = GateLosses,
             budget: Optional[float] = None,
             budget_weight: Optional[float] = None,
+            inner_channels: Optional[Channels] = None,
+            gated_channels: Optional[Channels] = None,
             **kwargs,
     ) -> None:
         super().__init__(*args, **kwargs)
+        narrow_maps(self, inner_channels, gated_channels)
         # Last of the children: timm's feature extraction runs them in order, up to the last one it needs.
         if objective is not None:
             self.gate_losses = objective()
@@ -73,10 +91,38 @@ class GatedNet(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
 
+def build_model(
+        model_cls: Type[nn.Module],
+        variant: str,
+        pretrained: bool,
+        model_args: Optional[Mapping[str, Any]] = None,
+        **kwargs,
+) -> Any:
+    """timm's builder. The model gets the options that it was made with as `model_args`, to be saved in its config.
+
+    Args:
+        model_cls: Class of the model.
+        variant: Name of the entry point.
+        pretrained: Load the weights of the pretrained config.
+        model_args: The options of the entry point, if they are not those of the class.
+        **kwargs: Of timm's builder, and options of the model.
+    """
+    model: Any = build_model_with_cfg(model_cls, variant, pretrained, **kwargs)
+    model.model_args = _options_of_model(kwargs if model_args is None else model_args)
+    return model
+
+
+def _options_of_model(kwargs: Mapping[str, Any]) -> Dict[str, Any]:
+    """Without what belongs to the entry point, or to the way in which a model is made."""
+    others = {'block', 'features_only', 'out_indices', 'feature_cls'}
+    return {k: v for k, v in kwargs.items() if k not in {*inspect.signature(build_model_with_cfg).parameters, *others}}
+
+
 def create_gated_net(
         model_cls: Type[nn.Module],
         variant: str,
         pretrained: bool,
+        dense_variant: str,
         gate_layer: Type[Gate] = ChannelGate,
         objective: Optional[Type[Objective]] = GateLosses,
         recipe: Optional[Mapping[str, Any]] = None,
@@ -92,35 +138,39 @@ def create_gated_net(
         model_cls: A `GatedNet`.
         variant: Name of the entry point.
         pretrained: Load the weights of the pretrained config.
+        dense_variant: Name of the entry point of the same network without gates.
         gate_layer: Class of the gates; the blocks get it, with its options, as `gate_layer`.
-        objective: Class of what the network is trained with beside its task loss and a budget; None for nothing.
+        objective: Class of what the network is trained with beside its task loss and a budget, if anything.
         recipe: Default arguments of the objective: the schedule for the family's data set.
         **kwargs: Options of gates, objective and of the ResNet.
     """
-    if objective is not None:
-        losses = {**(recipe or {}), **{k: kwargs.pop(k) for k in _options(objective) if k in kwargs}}
-        kwargs['objective'] = partial(objective, **losses)
-    else:
-        kwargs['objective'] = None
+    model_args = dict(kwargs)
+    losses = {**(recipe or {}), **{k: kwargs.pop(k) for k in _options(objective) if k in kwargs}}
     names = {f'gate_{option.removesuffix("_channels")}': option for option in _options(gate_layer)}
     gate_args = {option: kwargs.pop(name) for name, option in names.items() if name in kwargs}
-    block_args = dict(kwargs.pop('block_args', None) or {}, gate_layer=partial(gate_layer, **gate_args))
+    gated_block_args = dict(kwargs.get('block_args') or {}, gate_layer=partial(gate_layer, **gate_args))
     if 'gated_maps' in kwargs:
-        block_args['gated_maps'] = kwargs.pop('gated_maps')
-    return build_model_with_cfg(
+        gated_block_args['gated_maps'] = kwargs.pop('gated_maps')
+    model = build_model(
         model_cls,
         variant,
         pretrained,
+        model_args=model_args,
         pretrained_filter_fn=checkpoint_filter_fn,
-        block_args=block_args,
-        **kwargs,
+        objective=None if objective is None else partial(objective, **losses),
+        **dict(kwargs, block_args=gated_block_args),
     )
+    model.dense_variant = dense_variant
+    gated_only = set(inspect.signature(GatedNet).parameters) - {'inner_channels'}
+    model.dense_args = _options_of_model({k: v for k, v in kwargs.items() if k not in gated_only})
+    return model
 
 
-def _options(cls: Type[nn.Module]) -> List[str]:
-    """Parameters of a class that have a default, apart from where its tensors are."""
-    parameters = inspect.signature(cls).parameters.items()
-    return [k for k, v in parameters if v.default is not v.empty and k not in ('device', 'dtype')]
+def _options(cls: Optional[Type[nn.Module]]) -> List[str]:
+    """What a user may choose of the parameters of a class: those with a default, apart from what the network sets."""
+    parameters = {} if cls is None else inspect.signature(cls).parameters
+    own = ('device', 'dtype', 'num_ungated')
+    return [k for k, v in parameters.items() if v.default is not v.empty and k not in own]
 
 
 def list_gated_models(pattern: str = '') -> List[str]:

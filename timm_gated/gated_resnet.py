@@ -15,7 +15,7 @@ from timm.models.resnet import ResNet
 from .blocks import GatedBasicBlock, GatedBottleneck
 from .gated_net import GatedNet, create_gated_net
 
-__all__ = ['GatedResNet', 'IMAGENET_RECIPE']
+__all__ = ['GatedResNet', 'IMAGENET_RECIPE', 'imagenet_cfg']
 
 # The paper's schedule: lambda = 0.75 falls to 0 over epochs 0-20, gamma ramps up over epochs 30-60 (of 150).
 # Its trade-off points are gamma = 0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3 and 0.4.
@@ -26,7 +26,8 @@ class GatedResNet(GatedNet, ResNet):
     """timm's ResNet of gated blocks, with the gate losses it is trained with."""
 
 
-def _cfg(**kwargs) -> Dict[str, Any]:
+def imagenet_cfg(**kwargs) -> Dict[str, Any]:
+    """Pretrained config of a ResNet for ImageNet."""
     return {
         'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': (7, 7),
         'crop_pct': 0.875, 'interpolation': 'bilinear',
@@ -39,7 +40,7 @@ def _cfg(**kwargs) -> Dict[str, Any]:
 
 def _dense_cfg(depth: int) -> Dict[str, Any]:
     """timm's weights of the RSB paper, recipe A1."""
-    return _cfg(
+    return imagenet_cfg(
         hf_hub_id=f'timm/resnet{depth}.a1_in1k', interpolation='bicubic', crop_pct=0.95,
         test_input_size=(3, 288, 288), test_crop_pct=1.0,
         origin_url='https://github.com/huggingface/pytorch-image-models', paper_ids='arXiv:2110.00476')
@@ -48,52 +49,59 @@ def _dense_cfg(depth: int) -> Dict[str, Any]:
 default_cfgs = generate_default_cfgs({
     # (the star, and the second place, make the untrained config the default one)
     'gated_resnet18.dense_a1_in1k': _dense_cfg(18),
-    'gated_resnet18.untrained*': _cfg(),
+    'gated_resnet18.untrained*': imagenet_cfg(),
     'gated_resnet34.dense_a1_in1k': _dense_cfg(34),
-    'gated_resnet34.untrained*': _cfg(),
+    'gated_resnet34.untrained*': imagenet_cfg(),
     'gated_resnet50.dense_a1_in1k': _dense_cfg(50),
-    'gated_resnet50.untrained*': _cfg(),
+    'gated_resnet50.untrained*': imagenet_cfg(),
     'gated_resnet101.dense_a1_in1k': _dense_cfg(101),
-    'gated_resnet101.untrained*': _cfg(),
+    'gated_resnet101.untrained*': imagenet_cfg(),
     'gated_resnet152.dense_a1_in1k': _dense_cfg(152),
-    'gated_resnet152.untrained*': _cfg(),
+    'gated_resnet152.untrained*': imagenet_cfg(),
 })
 
 
-def _create_gated_resnet(variant: str, pretrained: bool = False, **kwargs) -> GatedResNet:
-    return create_gated_net(GatedResNet, variant, pretrained, recipe=IMAGENET_RECIPE, **kwargs)
+def _create_gated_resnet(depth: int, pretrained: bool = False, **kwargs) -> GatedResNet:
+    return create_gated_net(
+        GatedResNet,
+        f'gated_resnet{depth}',
+        pretrained,
+        recipe=IMAGENET_RECIPE,
+        dense_variant=f'slim_resnet{depth}',
+        **kwargs,
+    )
 
 
 @register_model
 def gated_resnet18(pretrained: bool = False, **kwargs) -> GatedResNet:
     """Constructs a ResNet-18 with channel gates."""
     model_args = dict(block=GatedBasicBlock, layers=(2, 2, 2, 2))
-    return _create_gated_resnet('gated_resnet18', pretrained, **dict(model_args, **kwargs))
+    return _create_gated_resnet(18, pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def gated_resnet34(pretrained: bool = False, **kwargs) -> GatedResNet:
     """Constructs a ResNet-34 with channel gates."""
     model_args = dict(block=GatedBasicBlock, layers=(3, 4, 6, 3))
-    return _create_gated_resnet('gated_resnet34', pretrained, **dict(model_args, **kwargs))
+    return _create_gated_resnet(34, pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def gated_resnet50(pretrained: bool = False, **kwargs) -> GatedResNet:
     """Constructs a ResNet-50 with channel gates over both inner maps of its bottlenecks."""
     model_args = dict(block=GatedBottleneck, layers=(3, 4, 6, 3))
-    return _create_gated_resnet('gated_resnet50', pretrained, **dict(model_args, **kwargs))
+    return _create_gated_resnet(50, pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def gated_resnet101(pretrained: bool = False, **kwargs) -> GatedResNet:
     """Constructs a ResNet-101 with channel gates over both inner maps of its bottlenecks."""
     model_args = dict(block=GatedBottleneck, layers=(3, 4, 23, 3))
-    return _create_gated_resnet('gated_resnet101', pretrained, **dict(model_args, **kwargs))
+    return _create_gated_resnet(101, pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def gated_resnet152(pretrained: bool = False, **kwargs) -> GatedResNet:
     """Constructs a ResNet-152 with channel gates over both inner maps of its bottlenecks."""
     model_args = dict(block=GatedBottleneck, layers=(3, 8, 36, 3))
-    return _create_gated_resnet('gated_resnet152', pretrained, **dict(model_args, **kwargs))
+    return _create_gated_resnet(152, pretrained, **dict(model_args, **kwargs))

@@ -60,11 +60,12 @@ class MacFormula:
     Attributes:
         dense: MACs of a sample in the plain network without gates.
         fixed: MACs that every sample uses: stem, shortcuts, head, and the gates themselves.
-        switched: Of every convolution that gates switch, by name: its MACs with all of them open, and their names.
+        switched: Of every convolution that gates switch, by name: its MACs with all of them open, and for each gate, by
+            name, how many filters it leaves ungated.
     """
     dense: int
     fixed: int
-    switched: Dict[str, Tuple[int, List[str]]]
+    switched: Dict[str, Tuple[int, Dict[str, int]]]
 
     def used(self, masks: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """MACs of each sample, [N], float64. A convolution uses its open inputs times its open outputs.
@@ -73,10 +74,10 @@ class MacFormula:
             masks: Of every gate, by name, [N, num_gates]; gradients go through them.
         """
         total: Any = self.fixed
-        for macs, names in self.switched.values():
+        for macs, switching in self.switched.values():
             used: Any = macs
-            for name in names:
-                used = used / masks[name].shape[1] * masks[name].double().sum(1)
+            for name, ungated in switching.items():
+                used = used / (masks[name].shape[1] + ungated) * (masks[name].double().sum(1) + ungated)
             total = total + used
         return total
 
@@ -141,7 +142,8 @@ class MacCounter:
             used: Any = full
             for gate in self._switches[name]:
                 assert gate.decision is not None, f'{name} runs before a gate that switches it'
-                used = used // gate.num_gates * gate.decision.sum(1).long()
+                width = gate.num_gates + gate.num_ungated
+                used = used // width * (gate.decision.sum(1).long() + gate.num_ungated)
             self._used[name] = self._used.get(name, 0) + used
 
     def macs(self) -> Macs:
@@ -167,7 +169,7 @@ class MacCounter:
             dense=sum(macs for name, macs in self._full.items() if name not in self._overhead),
             fixed=sum(macs for name, macs in self._full.items() if name not in self._switches),
             switched={
-                name: (self._full[name], [self._gate_names[id(gate)] for gate in switching])
+                name: (self._full[name], {self._gate_names[id(gate)]: gate.num_ungated for gate in switching})
                 for name, switching in self._switches.items() if name in self._full},
         )
 

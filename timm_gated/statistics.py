@@ -16,8 +16,8 @@ __all__ = ['GateCounts', 'GateStatistics', 'check_threshold', 'gate_kinds']
 
 def check_threshold(threshold: float) -> float:
     """Validate the share of inputs above which a gate counts as always on or always off, and return it."""
-    if not 0.5 <= threshold < 1:
-        raise ValueError(f'threshold must be in [0.5, 1), got {threshold}.')
+    if not 0.5 < threshold <= 1:
+        raise ValueError(f'threshold must be in (0.5, 1], got {threshold}.')
     return threshold
 
 
@@ -33,10 +33,12 @@ def gate_kinds(open_share: torch.Tensor, threshold: float = 0.99) -> torch.Tenso
 
     Args:
         open_share: Share of the inputs for which each gate was open.
-        threshold: Share of inputs above which a gate counts as always on or always off.
+        threshold: Share of inputs above which a gate counts as always on or always off; 1 is without exception.
     """
     check_threshold(threshold)
-    return 1 - (open_share > threshold).long() + (1 - open_share > threshold).long()
+    always_on = (open_share > threshold) | (open_share == 1)
+    always_off = (1 - open_share > threshold) | (open_share == 0)
+    return 1 - always_on.long() + always_off.long()
 
 
 class GateStatistics:

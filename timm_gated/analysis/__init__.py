@@ -7,6 +7,7 @@ Example:
     >>> firing_figure(record, classes=['cat', 'dog', 'truck']).savefig('firing.png')
     >>> write_report('report', record, fetch_image)
 """
+from ..record import GateRecord, Outcome, Recorder, check_gated, record_classifier, record_gates
 from .figures import (
     class_similarity_figure,
     firing_figure,
@@ -16,7 +17,6 @@ from .figures import (
 )
 from .measures import class_similarity, difficulty, prior_distance, specialised_gates, summary
 from .published import PUBLISHED, Point
-from .record import GateRecord, Outcome, Recorder, check_gated, record_classifier, record_gates
 from .report import ReportOptions, check_target, load_distribution, write_report
 from .sample_figures import difficulty_figure, extremes_figure, macs_figure, specialised_figure
 from .tradeoff import load_points, trade_off_figure

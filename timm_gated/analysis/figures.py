@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from scipy.cluster import hierarchy
 
 from ..priors import Prior
+from ..record import GateRecord
 from ..snapshots import Snapshots
 from ..statistics import GateCounts
 from .measures import ClassSimilarity, prior_cdf, prior_distance, spread_over
-from .record import GateRecord
 
 __all__ = [
     'WIDTH', 'class_similarity_figure', 'firing_figure', 'gate_distribution_figure', 'gates_over_training_figure',

@@ -16,8 +16,8 @@ from scipy.spatial.distance import squareform
 from scipy.stats import spearmanr
 
 from ..priors import Prior
+from ..record import GateRecord
 from ..statistics import GateCounts
-from .record import GateRecord
 
 __all__ = [
     'ClassSimilarity', 'Difficulty', 'SpecialisedGate', 'class_similarity', 'difficulty', 'prior_cdf', 'prior_distance',

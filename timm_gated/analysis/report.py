@@ -15,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 from ..priors import Beta, Prior
+from ..record import GateRecord
 from ..snapshots import Snapshots
 from ..statistics import GateCounts
 from .figures import (
@@ -34,7 +35,6 @@ from .measures import (
     summary,
 )
 from .page import Section, render_page, write_figure
-from .record import GateRecord
 from .sample_figures import FetchImage, difficulty_figure, extremes_figure, macs_figure, specialised_figure
 
 __all__ = ['ReportOptions', 'check_target', 'load_distribution', 'write_report']

@@ -13,7 +13,7 @@ from timm.data import create_dataset, create_loader, resolve_data_config
 from timm.models import load_checkpoint
 from timm.utils import ParseKwargs
 
-from .record import Outcome, classification_step
+from ..record import Outcome, classification_step
 from .sample_figures import FetchImage
 
 __all__ = ['Data', 'add_data_options', 'add_model_options', 'create_data', 'create_network', 'parse_checkpoint']

@@ -372,6 +372,9 @@ def _gate(gate: nn.Module, source: int, number: int) -> Gate:
         if gate.forced.ndim != 1:
             raise ValueError('gates that are forced image by image cannot be accelerated; force all images alike.')
         weight2, bias2 = torch.zeros_like(weight2), gate.forced.to(bias2) - 0.5
+    # To the backends, filters without a gate are filters whose gate is always open.
+    weight2 = torch.cat((weight2, weight2.new_zeros(gate.num_ungated, weight2.shape[1])))
+    bias2 = torch.cat((bias2, bias2.new_ones(gate.num_ungated)))
     return Gate(source, number, as_conv.weight[:, :, 0, 0], as_conv.bias, weight2, bias2)
 
 

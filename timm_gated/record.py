@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from ..gate import gates
-from ..macs import MacCounter
-from ..snapshots import histograms
-from ..statistics import GateCounts, GateStatistics, gate_kinds
+from .gate import gates
+from .macs import MacCounter
+from .snapshots import histograms
+from .statistics import GateCounts, GateStatistics, gate_kinds
 
 __all__ = [
     'GateRecord', 'Outcome', 'Recorder', 'check_gated', 'classification_outcome', 'classification_step',
@@ -346,12 +346,17 @@ def record_gates(
     return recorder.record()
 
 
-def classification_step(model: nn.Module, num_classes: int) -> Callable[[Any], Outcome]:
+def classification_step(
+        model: nn.Module,
+        num_classes: int,
+        outputs: Optional[Sequence[int]] = None,
+) -> Callable[[Any], Outcome]:
     """Step of a classifier for `record_gates`, over batches (images, labels).
 
     Args:
         model: The model.
         num_classes: Number of classes of the data; every label must be below it.
+        outputs: Outputs of the model to choose among, as labels number them; all by default.
     """
     device = next(model.parameters()).device
 
@@ -360,7 +365,8 @@ def classification_step(model: nn.Module, num_classes: int) -> Callable[[Any], O
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
             raise ValueError(
                 f'a label is {int(labels.min())} or {int(labels.max())}, but there are {num_classes} classes.')
-        return classification_outcome(model(images), labels, num_classes)
+        output = model(images)
+        return classification_outcome(output if outputs is None else output[:, list(outputs)], labels, num_classes)
     return step
 
 

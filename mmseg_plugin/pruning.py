@@ -1,0 +1,152 @@
+"""`prune_static` and `specialize` for segmentors
+
+As in `timm_gated.pruning`, with mmseg's loaders and pixel accuracy. An image belongs to every class that its label map
+shows. What `pruned_config` returns and the pruned weights are what mmseg's stock scripts need to test the result, or to
+train it on.
+"""
+import copy
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence
+
+import torch
+import torch.nn as nn
+from mmengine.config import Config
+from mmseg.registry import DATASETS
+
+from timm_gated.pruning import Pruned, check_classes, prune_with
+from timm_gated.record import Outcome
+
+from .analysis import relabel, segmentation_outcome
+from .backbones import GatedResNet, backbone_cfg
+
+__all__ = ['prune_static', 'pruned_config', 'specialize']
+
+
+def prune_static(
+        model: nn.Module,
+        loader: Iterable[Any],
+        threshold: float = 0.99,
+        eval_loader: Optional[Iterable[Any]] = None,
+) -> Pruned:
+    """Remove the filters whose gate is off for more than a share of the data, and the gates that are on for more.
+
+    Args:
+        model: A segmentor with a gated backbone of this package.
+        loader: A test loader of mmseg, whose pipeline has `LoadAnnotations`; the gates are judged by this data.
+        threshold: The share, in (0.5, 1].
+        eval_loader: Likewise, the data that the figures are measured on; `loader` by default.
+    """
+    num_classes = _num_classes(model)
+
+    def segment(network: Any, batch: Any) -> Outcome:
+        return segmentation_outcome(network.test_step(batch), num_classes)
+
+    names = [str(label) for label in range(num_classes)]
+    return prune_with(model, segment, names, loader, threshold, eval_loader=eval_loader)
+
+
+def specialize(
+        model: nn.Module,
+        loader: Iterable[Any],
+        classes: Sequence[int],
+        threshold: float = 0.99,
+        eval_loader: Optional[Iterable[Any]] = None,
+) -> Pruned:
+    """The sub-network that serves some of the classes, with a plain backbone and heads that know these classes only.
+
+    The gates are judged by the images that show one of the classes, and accuracy is that of the classes' pixels:
+    before, of the whole network with the choice restricted to them. To fine-tune it, train what `pruned_config` tells.
+
+    Args:
+        model: A segmentor with a gated backbone of this package.
+        loader: A test loader of mmseg, whose pipeline has `LoadAnnotations`; the gates are judged by this data.
+        classes: Labels of the classes, in the order that the outputs are to have.
+        threshold: Filters go whose gate is off for more than this share, in (0.5, 1].
+        eval_loader: Likewise, the data that the figures are measured on; `loader` by default.
+    """
+    num_classes = _num_classes(model)
+    check_classes(classes, num_classes)
+
+    def segment(network: Any, batch: Any) -> Outcome:
+        return segmentation_outcome(network.test_step(batch), num_classes, classes)
+
+    def adapt(network: nn.Module) -> nn.Module:
+        for head in _heads(network):
+            _cut_head(head, classes)
+        return network
+
+    return prune_with(
+        model, segment, [str(label) for label in classes], _ImagesWith(loader, classes), threshold, keep_gates=False,
+        adapt=adapt, eval_loader=None if eval_loader is None else _ImagesWith(eval_loader, classes))
+
+
+def pruned_config(cfg: Config, model: Any, classes: Optional[Sequence[int]] = None) -> Config:
+    """The config of a segmentor after pruning.
+
+    Args:
+        cfg: The config that it was built from.
+        model: The pruned segmentor.
+        classes: What it was specialised to, if it was: the data sets then have these classes.
+    """
+    cfg = copy.deepcopy(cfg)
+    cfg.model.backbone = backbone_cfg(model.backbone)
+    if isinstance(model.backbone, GatedResNet):
+        return cfg
+    cfg.model.gate_losses = []
+    cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks', []) if not str(hook['type']).startswith('Gate')]
+    if classes is not None:
+        for head in ('decode_head', 'auxiliary_head'):
+            for head_cfg in _listed(cfg.model.get(head)):
+                head_cfg.num_classes = len(classes)
+        for loader in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
+            if cfg.get(loader):
+                names = _class_names(cfg[loader].dataset)
+                cfg[loader].dataset.metainfo = dict(classes=[names[label] for label in classes])
+    return cfg
+
+
+def _class_names(dataset: Any) -> Sequence[str]:
+    return DATASETS.get(dataset['type']).METAINFO['classes']
+
+
+def _listed(value: Any) -> List[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _heads(model: Any) -> List[Any]:
+    """Decode heads and auxiliary heads, of which a segmentor may have one or several."""
+    heads: List[Any] = []
+    for name in ('decode_head', 'auxiliary_head'):
+        head = getattr(model, name, None)
+        heads.extend(head if isinstance(head, nn.ModuleList) else [] if head is None else [head])
+    return heads
+
+
+def _num_classes(model: Any) -> int:
+    return _heads(model)[0].num_classes
+
+
+def _cut_head(head: Any, classes: Sequence[int]) -> None:
+    """Keep the outputs of some classes. In place."""
+    if head.out_channels != head.num_classes:
+        raise ValueError(f'a head with {head.out_channels} outputs for {head.num_classes} classes cannot be cut.')
+    whole = head.conv_seg
+    head.conv_seg = nn.Conv2d(whole.in_channels, len(classes), 1).to(whole.weight)
+    with torch.no_grad():
+        head.conv_seg.weight.copy_(whole.weight[list(classes)])
+        head.conv_seg.bias.copy_(whole.bias[list(classes)])
+    head.num_classes = head.out_channels = len(classes)
+
+
+class _ImagesWith:
+    """The images of a loader that show one of some classes."""
+
+    def __init__(self, loader: Iterable[Any], classes: Sequence[int]) -> None:
+        self.loader = loader
+        self.classes = classes
+
+    def __iter__(self) -> Iterator[Dict[str, Any]]:
+        for batch in self.loader:
+            shown = [bool((relabel(s.gt_sem_seg.data, self.classes) < 255).any()) for s in batch['data_samples']]
+            if any(shown):
+                yield {name: [part for part, show in zip(parts, shown, strict=True) if show]
+                       for name, parts in batch.items()}

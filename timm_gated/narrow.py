@@ -1,0 +1,134 @@
+"""Residual blocks whose inner maps have widths of their own
+
+The filters of an inner map may be taken out of a block, as nothing outside of the block sees them: the convolution that
+makes the map, its norm, its gate and the convolution that reads it all become smaller. A model with such blocks is an
+ordinary one of its family with two more options, which a config can hold:
+
+    inner_channels: width of each inner map of a block, by the block's name: {'layer1.0': [9], 'layer1.1': [16]}
+    gated_channels: how many of these have gates; they come first, and the others are always open
+"""
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+import torch.nn as nn
+from torch.nn.modules.batchnorm import _NormBase
+from torchvision.ops import FrozenBatchNorm2d
+
+from .gate import ChannelGate
+
+__all__ = ['Channels', 'gated_channels', 'inner_channels', 'narrow_map', 'narrow_maps', 'residual_blocks']
+
+Channels = Mapping[str, Sequence[int]]  # one number an inner map, by the name of the block
+
+
+def residual_blocks(model: nn.Module) -> Iterator[Tuple[str, Any]]:
+    """The residual blocks of a ResNet, of timm's kind or mmseg's, with their names."""
+    for name, module in model.named_modules():
+        if hasattr(module, 'conv2') and hasattr(module, 'downsample'):
+            yield name, module
+
+
+def inner_channels(model: nn.Module) -> Dict[str, List[int]]:
+    """Width of each inner map of each residual block."""
+    return {
+        name: [getattr(block, f'conv{index}').out_channels for index in _maps(block)]
+        for name, block in residual_blocks(model)}
+
+
+def gated_channels(model: nn.Module) -> Dict[str, List[int]]:
+    """How many channels of each inner map of each residual block have gates."""
+    return {
+        name: [0 if (gate := _gate(block, index)) is None else gate.num_gates for index in _maps(block)]
+        for name, block in residual_blocks(model)}
+
+
+def narrow_maps(model: nn.Module, inner: Optional[Channels] = None, gated: Optional[Channels] = None) -> None:
+    """Give inner maps of a model widths of their own, by keeping their first channels. In place.
+
+    Args:
+        model: A ResNet, gated or not.
+        inner: Widths of the inner maps of a block; blocks that are not named keep theirs.
+        gated: How many of these have gates; by default all that have one now.
+    """
+    inner, gated = inner or {}, gated or {}
+    blocks = dict(residual_blocks(model))
+    widths, gates = inner_channels(model), gated_channels(model)
+    for name in dict.fromkeys((*inner, *gated)):
+        if name not in blocks:
+            raise ValueError(f"the model has no residual block '{name}'; its blocks: {', '.join(blocks)}.")
+        new_widths = _check(inner.get(name, widths[name]), widths[name], f'inner_channels of {name}', minimum=1)
+        most = [min(pair) for pair in zip(gates[name], new_widths, strict=True)]
+        new_gates = _check(gated.get(name, most), most, f'gated_channels of {name}', minimum=0)
+        for index, width, num_gates in zip(_maps(blocks[name]), new_widths, new_gates, strict=True):
+            narrow_map(blocks[name], index, torch.arange(width), num_gates)
+
+
+def narrow_map(block: Any, index: int, keep: torch.Tensor, num_gates: int = 0) -> None:
+    """Keep some channels of an inner map of a residual block. In place.
+
+    Args:
+        block: A residual block of plain convolutions and batch norms.
+        index: Of the map: the one after conv1 is 1.
+        keep: The channels that stay, in their new order. If there are none, one is left that nothing reads: a
+            convolution cannot do without.
+        num_gates: The first so many keep their gates; the others are always open from now on.
+    """
+    conv, norm, reader = (getattr(block, name) for name in (f'conv{index}', f'bn{index}', f'conv{index + 1}'))
+    _check_block(block, conv, norm, reader)
+    if not len(keep):
+        with torch.no_grad():
+            reader.weight[:, 0] = 0
+        keep = torch.zeros(1, dtype=torch.long)
+    keep = keep.to(conv.weight.device)
+    _take(conv, ('weight', 'bias'), keep)
+    _take(norm, ('weight', 'bias', 'running_mean', 'running_var'), keep)
+    _take(reader, ('weight',), keep, dim=1)
+    conv.out_channels = reader.in_channels = len(keep)
+    if isinstance(norm, _NormBase):
+        norm.num_features = len(keep)
+    gate = _gate(block, index)
+    if gate is not None and num_gates:
+        _take(gate.fc2, ('weight', 'bias'), keep[:num_gates])
+        gate.fc2.out_features = num_gates
+        gate.num_ungated = len(keep) - num_gates
+    elif gate is not None:
+        setattr(block, f'gate{index}', None)
+
+
+def _maps(block: Any) -> range:
+    return range(1, 3 if hasattr(block, 'conv3') else 2)
+
+
+def _gate(block: Any, index: int) -> Optional[ChannelGate]:
+    return getattr(block, f'gate{index}', None)
+
+
+def _check(values: Any, limits: Sequence[int], name: str, minimum: int) -> Sequence[int]:
+    whole = isinstance(values, Sequence) and len(values) == len(limits) and all(type(value) is int for value in values)
+    if not whole or not all(minimum <= value <= limit for value, limit in zip(values, limits, strict=True)):
+        ranges = ', '.join(f'{minimum} to {limit}' for limit in limits)
+        raise ValueError(f'{name} must be {len(limits)} whole number(s) within {ranges}; got {values!r}.')
+    return values
+
+
+def _check_block(block: Any, conv: nn.Module, norm: nn.Module, reader: nn.Module) -> None:
+    plain = all(type(module) is nn.Conv2d and module.groups == 1 for module in (conv, reader))
+    if not plain or not isinstance(norm, (_NormBase, FrozenBatchNorm2d)):
+        raise ValueError(
+            f'only plain convolutions with batch norms can be made narrower, this {type(block).__name__} has '
+            f'{conv}, {norm} and {reader}.')
+    between = getattr(block, 'aa', None)
+    if between is not None and not isinstance(between, nn.Identity):
+        raise ValueError(f'a block with {type(between).__name__} between its convolutions cannot be made narrower.')
+
+
+def _take(module: nn.Module, names: Sequence[str], keep: torch.Tensor, dim: int = 0) -> None:
+    """Select channels of parameters and buffers, those that are there."""
+    for name in names:
+        tensor = getattr(module, name)
+        if tensor is None:
+            continue
+        selected = tensor.detach().index_select(dim, keep)
+        if isinstance(tensor, nn.Parameter):
+            selected = nn.Parameter(selected, requires_grad=tensor.requires_grad)
+        setattr(module, name, selected)

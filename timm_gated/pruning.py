@@ -1,0 +1,364 @@
+"""Smaller networks from trained gates: static pruning, and sub-networks for a few classes
+
+`prune_static` takes out the filters that hardly any input uses and the gates that hardly ever close. `specialize` takes
+out the filters that some classes do not use, and the gates: what the gating paper's conclusion proposes.
+
+Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
+"""
+import copy
+import math
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+import timm
+import torch
+import torch.nn as nn
+
+from .checks import check_number
+from .gate import ChannelGate, gates
+from .gated_net import GatedNet
+from .narrow import gated_channels, inner_channels, narrow_map
+from .record import GateRecord, Outcome, check_gated, classification_step, record_gates
+from .statistics import GateCounts, check_threshold, gate_kinds
+
+__all__ = [
+    'Figures', 'Pruned', 'check_classes', 'keep_used_filters', 'prune_static', 'prune_with', 'specialize',
+    'without_gates',
+]
+
+Step = Callable[[nn.Module, Any], Outcome]
+
+
+@dataclass
+class Figures:
+    """What a network costs and how well it does, over a data set.
+
+    Attributes:
+        parameters: Its parameters.
+        dense_macs: MACs of an input with all filters running, without gates.
+        mean_macs: MACs of an input as it runs, gates included, on average.
+        accuracy: Share of the inputs that were right, or of their pixels, in percent.
+    """
+    parameters: int
+    dense_macs: float
+    mean_macs: float
+    accuracy: float
+
+    @classmethod
+    def of(cls, record: GateRecord) -> 'Figures':
+        """The figures of a pass over a data set."""
+        accuracy = 100 * record.correct.mean(dtype='float64')
+        return cls(record.parameters, record.dense_macs, float(record.macs.mean()), float(accuracy))
+
+
+@dataclass
+class Pruned:
+    """A pruned network and what became of it; `print` shows the figures as a table.
+
+    Attributes:
+        model: The pruned network.
+        gates: How many gates of the original were always on, conditional and always off.
+        before: Figures of the original.
+        after: Figures of the pruned network, on the same data.
+    """
+    model: nn.Module
+    gates: GateCounts
+    before: Figures
+    after: Figures
+
+    def __str__(self) -> str:
+        def row(name: str, before: float, after: float, text: str) -> str:
+            change = f'{after / before - 1:+.1%}' if before else ''
+            return f'{name:<16}{text.format(before):>14}{text.format(after):>14}{change:>10}'
+
+        before, after = self.before, self.after
+        accuracy = (f'{before.accuracy:.2f} %', f'{after.accuracy:.2f} %', f'{after.accuracy - before.accuracy:+.2f}')
+        return '\n'.join((
+            f'{"":<16}{"before":>14}{"after":>14}{"change":>10}',
+            row('parameters', before.parameters / 1e6, after.parameters / 1e6, '{:.3f} M'),
+            row('dense MACs', before.dense_macs / 1e6, after.dense_macs / 1e6, '{:.2f} M'),
+            row('average MACs', before.mean_macs / 1e6, after.mean_macs / 1e6, '{:.2f} M'),
+            '{:<16}{:>14}{:>14}{:>10}'.format('accuracy', *accuracy),
+            f'gates of the original: {self.gates.always_on} always on, {self.gates.conditional} conditional, '
+            f'{self.gates.always_off} always off'))
+
+
+def prune_static(
+        model: nn.Module,
+        loader: Iterable[Any],
+        threshold: float = 0.99,
+        eval_loader: Optional[Iterable[Any]] = None,
+) -> Pruned:
+    """Remove the filters whose gate is off for more than a share of the data, and the gates that are on for more.
+
+    The result computes the same for every input whose removed filters were off and whose removed gates were on. It is a
+    smaller network of the same family; without any gate left, a plain one. The model itself is not changed.
+
+    Args:
+        model: A gated classifier.
+        loader: Yields (images, labels); the gates are judged by this data.
+        threshold: The share, in (0.5, 1]. At 1, gates go that never changed at all.
+        eval_loader: Likewise, the data that the figures are measured on; `loader` by default.
+
+    Example:
+        >>> pruned = prune_static(model, loader)
+        >>> print(pruned)
+        >>> save_pretrained(pruned.model, 'pruned')
+    """
+    return prune_with(model, _classify, _class_names(model), loader, threshold, eval_loader=eval_loader)
+
+
+def specialize(
+        model: nn.Module,
+        loader: Iterable[Any],
+        classes: Sequence[int],
+        threshold: float = 0.99,
+        eval_loader: Optional[Iterable[Any]] = None,
+        train_loader: Optional[Iterable[Any]] = None,
+        epochs: int = 0,
+        lr: float = 0.01,
+) -> Pruned:
+    """The sub-network that serves some of the classes: a plain, smaller ResNet with one output for each of them.
+
+    Filters whose gate is off for more than a share of the images of these classes are removed, the others always run,
+    and the head is cut. The figures are of images of these classes: before, of the whole network with the choice
+    restricted to them. Filters that used to be switched now always run, to which a few epochs of fine-tuning let the
+    network adapt. The model itself is not changed.
+
+    Args:
+        model: A gated classifier.
+        loader: Yields (images, labels) of all classes; the gates are judged by this data.
+        classes: Labels of the classes, in the order that the outputs are to have.
+        threshold: The share, in (0.5, 1].
+        eval_loader: As `loader`, the data that the figures are measured on; `loader` by default.
+        train_loader: As `loader`, the data of the fine-tuning; `loader` by default.
+        epochs: Epochs of fine-tuning by SGD, its rate falling to zero along a cosine.
+        lr: Its learning rate at the start.
+    """
+    check_classes(classes, model.num_classes)  # type: ignore[arg-type]
+    check_number(epochs, 'epochs', minimum=0, integer=True)
+    check_number(lr, 'lr', above=0)
+    names = [str(label) for label in classes]
+
+    def of_classes(source: Iterable[Any]) -> '_ImagesOf':
+        _check_repeatable(source)
+        return _ImagesOf(source, classes)
+
+    def adapt(network: nn.Module) -> nn.Module:
+        _cut_head(network, classes)
+        if epochs:
+            _fine_tune(network, of_classes(loader if train_loader is None else train_loader), epochs, lr)
+        return network
+
+    def classify(network: nn.Module, batch: Any) -> Outcome:
+        return classification_step(network, len(classes), outputs=classes if network is model else None)(batch)
+
+    return prune_with(
+        model, classify, names, of_classes(loader), threshold, keep_gates=False, adapt=adapt,
+        eval_loader=None if eval_loader is None else of_classes(eval_loader))
+
+
+def prune_with(
+        model: nn.Module,
+        step: Step,
+        class_names: Sequence[str],
+        loader: Iterable[Any],
+        threshold: float = 0.99,
+        keep_gates: bool = True,
+        adapt: Callable[[nn.Module], nn.Module] = lambda network: network,
+        eval_loader: Optional[Iterable[Any]] = None,
+) -> Pruned:
+    """Prune any network with channel gates, over any data. What `prune_static` and `specialize` have in common.
+
+    Args:
+        model: The network.
+        step: Runs a network on a batch and tells how it went.
+        class_names: Names of the classes in that outcome.
+        loader: Yields the batches that the gates are judged by.
+        threshold: Share of the data above which a gate counts as always off or always on.
+        keep_gates: Keep the gates that are neither; otherwise their filters always run.
+        adapt: What else is done to the pruned network.
+        eval_loader: Yields the batches that the figures are measured on; `loader` by default.
+    """
+    check_threshold(threshold)
+    check_gated(model)
+    _check_repeatable(loader)
+    eval_loader = loader if eval_loader is None else eval_loader
+    _check_repeatable(eval_loader)
+
+    def record(network: nn.Module, source: Iterable[Any]) -> GateRecord:
+        return record_gates(network, source, class_names, lambda batch: step(network, batch))
+
+    seen = record(model, loader)
+    before = seen if eval_loader is loader else record(model, eval_loader)
+    for name, count in zip(class_names, seen.class_counts, strict=True):
+        if not keep_gates and not count:
+            raise ValueError(f'the data has no sample of class {name}, so what it needs cannot be told.')
+    shares = {name: torch.from_numpy(seen.open_share[span]) for name, span in seen.spans()}
+    pruned = adapt(keep_used_filters(model, shares, threshold, keep_gates))
+    kinds = seen.kinds(threshold)
+    return Pruned(
+        model=pruned.eval(),
+        gates=GateCounts(*(int((kinds == kind).sum()) for kind in range(len(GateCounts._fields)))),
+        before=Figures.of(before),
+        after=Figures.of(record(pruned, eval_loader)),
+    )
+
+
+def keep_used_filters(
+        model: nn.Module,
+        open_share: Mapping[str, torch.Tensor],
+        threshold: float = 0.99,
+        keep_gates: bool = True,
+) -> nn.Module:
+    """A copy of a network without the filters that are always off, in evaluation mode.
+
+    Args:
+        model: A network with channel gates.
+        open_share: For each gate module, by name, the share of inputs for which each of its gates is open.
+        threshold: Share above which a gate counts as always off, or always on.
+        keep_gates: Keep the gates that are neither; otherwise their filters always run.
+    """
+    blocks = _blocks_of_gates(model)
+    pruned = copy.deepcopy(model).eval()
+    for name, share in open_share.items():
+        block_name, index = blocks[name]
+        gate: Any = pruned.get_submodule(name)
+        kinds = gate_kinds(share, threshold)
+        ungated = torch.arange(gate.num_gates, gate.num_gates + gate.num_ungated)
+        switched = torch.where(kinds == 1)[0]
+        always = torch.cat((torch.where(kinds == 0)[0], ungated))
+        if keep_gates:
+            keep, num_gates = torch.cat((switched, always)), len(switched)
+        else:
+            keep, num_gates = torch.cat((switched, always)).sort().values, 0
+        narrow_map(pruned.get_submodule(block_name), index, keep, num_gates)
+    return _replace_networks(pruned)
+
+
+@singledispatch
+def without_gates(network: nn.Module) -> Optional[nn.Module]:
+    """A network whose gates are all gone, as one of the plain family. None for what is not a gated network.
+
+    Networks that still have gates come back as they are, with the options that rebuild them brought up to date. Other
+    packages may register theirs.
+    """
+    return None
+
+
+@without_gates.register
+def _(network: GatedNet) -> nn.Module:
+    """Of timm's families."""
+    widths = inner_channels(network)
+    if gates(network):
+        network.model_args = {**network.model_args, 'inner_channels': widths, 'gated_channels': gated_channels(network)}
+        return network
+    args = {**network.dense_args, 'inner_channels': widths, 'num_classes': network.num_classes}
+    dense: Any = timm.create_model(network.dense_variant, **args).to(next(network.parameters()))
+    weights = network.state_dict()
+    dense.load_state_dict({name: weights[name] for name in dense.state_dict()})
+    dense.pretrained_cfg = {**network.pretrained_cfg, 'architecture': network.dense_variant}
+    return dense.eval()
+
+
+def _replace_networks(model: nn.Module) -> nn.Module:
+    replacement = without_gates(model)
+    if replacement is not None:
+        return replacement
+    for name, child in model.named_children():
+        setattr(model, name, _replace_networks(child))
+    return model
+
+
+def _blocks_of_gates(model: nn.Module) -> Dict[str, Tuple[str, int]]:
+    """Block and number of the inner map that each gate switches."""
+    found = {}
+    for name, gate in gates(model):
+        block_name, _, own_name = name.rpartition('.')
+        block = model.get_submodule(block_name)
+        index = next((i for i in (1, 2) if own_name == f'gate{i}'), None)
+        if type(gate) is not ChannelGate or index is None or not hasattr(block, f'conv{index + 1}'):
+            raise ValueError(
+                f"gate '{name}' is a {type(gate).__name__} of a {type(block).__name__}; only inner maps that a "
+                f'ChannelGate switches can be pruned.')
+        found[name] = block_name, index
+    return found
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _class_names(model: Any) -> List[str]:
+    return [str(label) for label in range(model.num_classes)]
+
+
+def _classify(model: Any, batch: Any) -> Outcome:
+    return classification_step(model, model.num_classes)(batch)
+
+
+def _check_repeatable(loader: Any) -> None:
+    if isinstance(loader, Iterator):
+        raise ValueError(
+            f'the data is read more than once, and a {type(loader).__name__} can be read only once: give a loader.')
+
+
+def check_classes(classes: Any, num_classes: int) -> None:
+    """Refuse what is not a list of two or more different labels."""
+    if not isinstance(classes, Sequence) or len(classes) < 2 or len(set(classes)) < len(classes):
+        raise ValueError(f'classes must be a list of two or more different labels, got {classes!r}.')
+    for label in classes:
+        if type(label) is not int or not 0 <= label < num_classes:
+            raise ValueError(f'there is no class {label!r}; the model has the classes 0 to {num_classes - 1}.')
+
+
+class _ImagesOf:
+    """The images of some classes, in batches as large as the loader's, with labels counted within these classes."""
+
+    def __init__(self, loader: Iterable[Any], classes: Sequence[int]) -> None:
+        self.loader = loader
+        self.classes = torch.tensor(classes)
+
+    def __iter__(self) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
+        waiting: List[Tuple[torch.Tensor, torch.Tensor]] = []
+        batch_size = count = 0
+        for images, labels in self.loader:
+            batch_size = max(batch_size, len(labels))
+            matches = labels[:, None] == self.classes.to(labels.device)
+            wanted = matches.any(1)
+            waiting.append((images[wanted], matches[wanted].int().argmax(1)))
+            count += int(wanted.sum())
+            if count >= batch_size:
+                yield torch.cat([part[0] for part in waiting]), torch.cat([part[1] for part in waiting])
+                waiting, count = [], 0
+        if count:
+            yield torch.cat([part[0] for part in waiting]), torch.cat([part[1] for part in waiting])
+
+
+def _cut_head(model: Any, classes: Sequence[int]) -> None:
+    """Keep the outputs of some classes. In place."""
+    whole = model.get_classifier()
+    if not isinstance(whole, nn.Linear):
+        raise ValueError(f'the head must be a linear layer to be cut to {len(classes)} classes, got {whole}.')
+    model.reset_classifier(len(classes), global_pool=model.global_pool.pool_type)
+    with torch.no_grad():
+        for name, parameter in model.get_classifier().named_parameters():
+            parameter.copy_(getattr(whole, name)[list(classes)])
+
+
+def _fine_tune(model: nn.Module, loader: Iterable[Any], epochs: int, lr: float) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    model.train()
+    for epoch in range(epochs):
+        for group in optimizer.param_groups:
+            group['lr'] = lr * (1 + math.cos(math.pi * epoch / epochs)) / 2
+        for images, labels in loader:
+            if len(labels) == 1:
+                continue  # one image has no batch statistics
+            output = model(images.to(_device(model)))
+            loss = nn.functional.cross_entropy(output, labels.to(output.device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    model.eval()
