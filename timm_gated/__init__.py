@@ -10,6 +10,7 @@ from .beta import beta_cdf
 from .blocks import GatedBasicBlock, GatedBottleneck
 from .budget import MacBudget, budget_loss, mac_formula
 from .cifar_resnet import CifarResNet, GatedCifarResNet
+from .convnet_aig import TargetRate, target_rate_loss
 from .gate import ChannelGate, Gate, GatePool, Gating, force_gates, gates
 from .gated_net import GatedNet, checkpoint_filter_fn, list_gated_models
 from .gated_resnet import GatedResNet
@@ -50,6 +51,7 @@ __all__ = [
     'Prior',
     'RelaxedBernoulli',
     'Step',
+    'TargetRate',
     'Term',
     'Uniform',
     '__version__',
@@ -71,6 +73,7 @@ __all__ = [
     'mac_formula',
     'objectives',
     'shape_features',
+    'target_rate_loss',
 ]
 
 extend_timm_tasks()
