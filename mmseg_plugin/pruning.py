@@ -5,20 +5,22 @@ shows. What `pruned_config` returns and the pruned weights are what mmseg's stoc
 train it on.
 """
 import copy
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence
+from pathlib import Path
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Union
 
 import torch
 import torch.nn as nn
 from mmengine.config import Config
 from mmseg.registry import DATASETS
 
+from timm_gated.hub import new_folder
 from timm_gated.pruning import Pruned, check_classes, prune_with
 from timm_gated.record import Outcome
 
 from .analysis import relabel, segmentation_outcome
 from .backbones import GatedResNet, backbone_cfg
 
-__all__ = ['prune_static', 'pruned_config', 'specialize']
+__all__ = ['prune_static', 'pruned_config', 'save', 'specialize']
 
 
 def prune_static(
@@ -102,6 +104,20 @@ def pruned_config(cfg: Config, model: Any, classes: Optional[Sequence[int]] = No
                 names = _class_names(cfg[loader].dataset)
                 cfg[loader].dataset.metainfo = dict(classes=[names[label] for label in classes])
     return cfg
+
+
+def save(model: nn.Module, cfg: Config, directory: Union[str, Path], classes: Optional[Sequence[int]] = None) -> None:
+    """Write a pruned segmentor as a new folder with `config.py` and `weights.pth`, for mmseg's scripts.
+
+    Args:
+        model: The pruned segmentor.
+        cfg: The config that it was built from.
+        directory: The folder.
+        classes: What it was specialised to, if it was.
+    """
+    with new_folder(directory) as partial:
+        pruned_config(cfg, model, classes).dump(partial / 'config.py')
+        torch.save({'state_dict': model.state_dict()}, partial / 'weights.pth')
 
 
 def _class_names(dataset: Any) -> Sequence[str]:

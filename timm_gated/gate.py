@@ -91,7 +91,8 @@ class Gate(Gating):
         decision: 1 where something has to be computed, and 0 where it is skipped. Detached.
         forced: A mask instead of the gate's own, see `force_gates`.
         log_odds: Whether `logits` are the log-odds of being open. Losses on probabilities need it.
-        num_ungated: Filters that the gate stands for beside those it switches, always open.
+        num_ungated: Channels of the map, after the gated ones, that have no gate and are always open: what pruning
+            leaves of gates that never closed.
     """
 
     log_odds: bool = True
@@ -141,7 +142,8 @@ class Gate(Gating):
             mask = self.decide(logits)
         if not torch.compiler.is_exporting():  # an exported graph has no modules to keep state on
             self.logits, self.mask, self.decision = logits, mask, (mask.detach() != 0).to(mask.dtype)
-        return self.weigh(mask, logits)
+        weights = self.weigh(mask, logits)
+        return F.pad(weights, (0, self.num_ungated), value=1.) if self.num_ungated else weights
 
     def _forced_mask(self, logits: torch.Tensor) -> torch.Tensor:
         assert self.forced is not None
@@ -159,8 +161,6 @@ class Gate(Gating):
 class ChannelGate(Gate):
     """One binary decision a filter, from the pooled input of a block, [N, in_channels].
 
-    A pruned map may have filters without a gate: they come after the gated ones, and their part of the mask is 1.
-
     Args:
         in_channels: Channels of the block's input.
         num_gates: Filters to switch.
@@ -168,7 +168,6 @@ class ChannelGate(Gate):
         temperature: Temperature of the binary concrete relaxation.
         bias: Initial bias of the logits; 0.405 is the log-odds of the mean of a Beta(0.6, 0.4) prior. Dense
             weights that are gated afterwards want gates that start open: about 2 to 3.
-        num_ungated: Filters that have no gate and are always open.
     """
 
     def __init__(
@@ -178,7 +177,6 @@ class ChannelGate(Gate):
             hidden_channels: int = 16,
             temperature: float = 2 / 3,
             bias: float = 0.405,
-            num_ungated: int = 0,
             device=None,
             dtype=None,
     ) -> None:
@@ -187,7 +185,6 @@ class ChannelGate(Gate):
         check_number(hidden_channels, 'hidden_channels of a gate', minimum=1, integer=True)
         check_number(bias, 'bias of a gate')
         self.temperature = check_number(temperature, 'temperature of a gate', above=0)
-        self.num_ungated = check_number(num_ungated, 'num_ungated of a gate', minimum=0, integer=True)
         self.fc1 = nn.Linear(in_channels, hidden_channels, **dd)
         self.bn = nn.BatchNorm1d(hidden_channels, **dd)
         self.fc2 = nn.Linear(hidden_channels, num_gates, **dd)
@@ -205,9 +202,6 @@ class ChannelGate(Gate):
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         return binary_concrete(logits, self.temperature)
-
-    def weigh(self, mask: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return F.pad(mask, (0, self.num_ungated), value=1.) if self.num_ungated else mask
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
         bn = self.bn

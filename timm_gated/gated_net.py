@@ -140,12 +140,12 @@ def create_gated_net(
         pretrained: Load the weights of the pretrained config.
         dense_variant: Name of the entry point of the same network without gates.
         gate_layer: Class of the gates; the blocks get it, with its options, as `gate_layer`.
-        objective: Class of what the network is trained with beside its task loss and a budget, if anything.
+        objective: Class of what the network is trained with beside its task loss and a budget; None for nothing.
         recipe: Default arguments of the objective: the schedule for the family's data set.
         **kwargs: Options of gates, objective and of the ResNet.
     """
     model_args = dict(kwargs)
-    losses = {**(recipe or {}), **{k: kwargs.pop(k) for k in _options(objective) if k in kwargs}}
+    losses = {k: kwargs.pop(k) for k in _options(objective) if k in kwargs} if objective is not None else {}
     names = {f'gate_{option.removesuffix("_channels")}': option for option in _options(gate_layer)}
     gate_args = {option: kwargs.pop(name) for name, option in names.items() if name in kwargs}
     gated_block_args = dict(kwargs.get('block_args') or {}, gate_layer=partial(gate_layer, **gate_args))
@@ -157,20 +157,19 @@ def create_gated_net(
         pretrained,
         model_args=model_args,
         pretrained_filter_fn=checkpoint_filter_fn,
-        objective=None if objective is None else partial(objective, **losses),
+        objective=None if objective is None else partial(objective, **{**(recipe or {}), **losses}),
         **dict(kwargs, block_args=gated_block_args),
     )
     model.dense_variant = dense_variant
-    gated_only = set(inspect.signature(GatedNet).parameters) - {'inner_channels'}
-    model.dense_args = _options_of_model({k: v for k, v in kwargs.items() if k not in gated_only})
+    model.dense_args = _options_of_model({
+        k: v for k, v in kwargs.items() if k not in ('gated_channels', 'budget', 'budget_weight')})
     return model
 
 
-def _options(cls: Optional[Type[nn.Module]]) -> List[str]:
-    """What a user may choose of the parameters of a class: those with a default, apart from what the network sets."""
-    parameters = {} if cls is None else inspect.signature(cls).parameters
-    own = ('device', 'dtype', 'num_ungated')
-    return [k for k, v in parameters.items() if v.default is not v.empty and k not in own]
+def _options(cls: Type[nn.Module]) -> List[str]:
+    """Parameters of a class that have a default, apart from where its tensors are."""
+    parameters = inspect.signature(cls).parameters.items()
+    return [k for k, v in parameters if v.default is not v.empty and k not in ('device', 'dtype')]
 
 
 def list_gated_models(pattern: str = '') -> List[str]:

@@ -1,14 +1,14 @@
 """Models as folders: a config and weights, in the layout of the Hugging Face hub that timm reads"""
 import json
 import os
-import shutil
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Iterator, Union
 
 from timm.models import save_for_hf
 
-__all__ = ['save_pretrained']
+__all__ = ['check_new', 'new_folder', 'save_pretrained']
 
 
 def save_pretrained(model: Any, directory: Union[str, Path]) -> Path:
@@ -24,9 +24,7 @@ def save_pretrained(model: Any, directory: Union[str, Path]) -> Path:
         >>> save_pretrained(pruned.model, 'pruned')
         >>> timm.create_model('local-dir:pruned', pretrained=True)
     """
-    directory = Path(directory)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f'{directory} exists already; choose a folder that does not.')
+    check_new(directory)
     if not hasattr(model, 'model_args') or 'architecture' not in getattr(model, 'pretrained_cfg', {}):
         raise ValueError(
             f'this {type(model).__name__} does not know how it was made, so it could not be made again: only models of '
@@ -37,19 +35,27 @@ def save_pretrained(model: Any, directory: Union[str, Path]) -> Path:
             json.dumps(value)
         except TypeError as error:
             raise ValueError(f'the option {name}={value!r} cannot be stored in a config: {error}.') from error
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f'.{directory.name}.', dir=directory.parent))
-    try:
+    with new_folder(directory) as partial:
         save_for_hf(model, str(partial), model_args=model_args, safe_serialization=True)
-        partial.chmod(0o777 & ~_umask())
+    return Path(directory)
+
+
+def check_new(directory: Union[str, Path]) -> None:
+    """Refuse a folder that has something in it."""
+    directory = Path(directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f'{directory} exists already; choose a folder that does not.')
+
+
+@contextmanager
+def new_folder(directory: Union[str, Path]) -> Iterator[Path]:
+    """A folder to write to, which becomes `directory` at the end; after an error nothing is left of it."""
+    directory = Path(directory)
+    check_new(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # (A folder within a temporary one, because temporary ones are closed to others.)
+    with tempfile.TemporaryDirectory(prefix=f'.{directory.name}.', dir=directory.parent) as temporary:
+        partial = Path(temporary) / directory.name
+        partial.mkdir()
+        yield partial
         os.replace(partial, directory)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return directory
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

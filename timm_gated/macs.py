@@ -60,8 +60,8 @@ class MacFormula:
     Attributes:
         dense: MACs of a sample in the plain network without gates.
         fixed: MACs that every sample uses: stem, shortcuts, head, and the gates themselves.
-        switched: Of every convolution that gates switch, by name: its MACs with all of them open, and for each gate, by
-            name, how many filters it leaves ungated.
+        switched: Of every convolution that gates switch, by name: its MACs with all of them open, and the names of the
+            gates, each with how many channels beside its own are always open.
     """
     dense: int
     fixed: int
@@ -74,10 +74,10 @@ class MacFormula:
             masks: Of every gate, by name, [N, num_gates]; gradients go through them.
         """
         total: Any = self.fixed
-        for macs, switching in self.switched.values():
+        for macs, ungated in self.switched.values():
             used: Any = macs
-            for name, ungated in switching.items():
-                used = used / (masks[name].shape[1] + ungated) * (masks[name].double().sum(1) + ungated)
+            for name, always in ungated.items():
+                used = used / (masks[name].shape[1] + always) * (masks[name].double().sum(1) + always)
             total = total + used
         return total
 
@@ -142,8 +142,7 @@ class MacCounter:
             used: Any = full
             for gate in self._switches[name]:
                 assert gate.decision is not None, f'{name} runs before a gate that switches it'
-                width = gate.num_gates + gate.num_ungated
-                used = used // width * (gate.decision.sum(1).long() + gate.num_ungated)
+                used = used // (gate.num_gates + gate.num_ungated) * (gate.decision.sum(1).long() + gate.num_ungated)
             self._used[name] = self._used.get(name, 0) + used
 
     def macs(self) -> Macs:

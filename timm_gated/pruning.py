@@ -59,11 +59,13 @@ class Pruned:
     Attributes:
         model: The pruned network.
         gates: How many gates of the original were always on, conditional and always off.
+        open_share: For each of its gate modules, the share of inputs for which each gate was open.
         before: Figures of the original.
         after: Figures of the pruned network, on the same data.
     """
     model: nn.Module
     gates: GateCounts
+    open_share: Dict[str, torch.Tensor]
     before: Figures
     after: Figures
 
@@ -201,6 +203,7 @@ def prune_with(
     return Pruned(
         model=pruned.eval(),
         gates=GateCounts(*(int((kinds == kind).sum()) for kind in range(len(GateCounts._fields)))),
+        open_share=shares,
         before=Figures.of(before),
         after=Figures.of(record(pruned, eval_loader)),
     )
