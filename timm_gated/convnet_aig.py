@@ -8,9 +8,9 @@ Paper: Convolutional Networks with Adaptive Inference Graphs (https://arxiv.org/
 
 The gate is the channel gate with two outputs, closed and open. A straight-through Gumbel-softmax sample of the two is
 a binary concrete sample of their difference, which is what is drawn here. Differences from the original: evaluation has
-no noise, where the original keeps it; only the weights of the gate's last layer start at N(0, 0.001), the first layer
-starts as torch has it; and a training batch of one image is normalised as in `ChannelGate`. The original gives targets
-by block for ResNet-50 alone; elsewhere all blocks have the same one.
+no noise, where the original keeps it; gates have no weight decay, as all gates here; their first layer starts as torch
+has it; and a training batch of one image is normalised as in `ChannelGate`. Targets by block are the original's for
+ResNet-50; elsewhere all blocks have the same one.
 """
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
@@ -49,7 +49,7 @@ class AigGate(ChannelGate):
     def __init__(
             self,
             in_channels: int,
-            num_gates: int = 1,
+            num_gates: int,
             hidden_channels: int = 16,
             temperature: float = 1.,
             bias: Tuple[float, float] = (0.1, 2.),
@@ -135,14 +135,13 @@ class AigBottleneck(_AigBlock, Bottleneck):
 
 
 def target_rate_loss(rates: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean squared distance of the blocks' rates from their targets. Blocks with a target of 1 are left out.
+    """Mean over the blocks of the squared distance from target to rate, taken as zero where the target is 1.
 
     Args:
         rates: Share of the batch for which each block ran, [blocks].
         targets: Share for which each should, [blocks].
     """
-    chosen = targets < 1
-    return ((targets - rates) ** 2 * chosen).sum() / chosen.sum().clamp(min=1)
+    return ((targets - rates) ** 2 * (targets < 1)).mean()
 
 
 class TargetRate(Objective):
