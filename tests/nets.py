@@ -1,9 +1,59 @@
 """Networks for the tests: with the values of a fresh initialisation many mistakes would not show."""
+import re
+from typing import Set
+
+import timm
 import torch
 import torch.nn as nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from timm_gated import gates
+from timm_gated import Gating, gates, list_gated_models
+
+# Every gated model of every method. A method that registers its models joins all tests that are parametrised by these.
+GATED = list_gated_models()
+IMAGENET_DEPTHS = (18, 34, 50, 101, 152)
+
+
+def family(name: str) -> str:
+    """The method of a model."""
+    return name.split('_resnet')[0]
+
+
+def depth(name: str) -> int:
+    return int(re.search(r'_resnet(\d+)', name).group(1))
+
+
+def is_imagenet(name: str) -> bool:
+    return depth(name) in IMAGENET_DEPTHS
+
+
+def is_bottleneck(name: str) -> bool:
+    return depth(name) in (50, 101, 152)
+
+
+NOT_BIG = [name for name in GATED if depth(name) not in (101, 152, 110) and not name.endswith('_w20')]
+# The smallest model of each block and data set, of each method.
+SMALL = sorted({
+    (family(name), is_imagenet(name), is_bottleneck(name)): name for name in sorted(GATED, key=depth, reverse=True)
+    if re.fullmatch(r'\w+_resnet\d+', name)}.values())
+ONE_EACH = sorted({family(name): name for name in SMALL}.values())  # and one of each method
+# The same with few blocks, where much is done to them.
+TINY = {name: dict(layers=(1, 1, 1, 1) if is_imagenet(name) else (1, 1, 1)) for name in SMALL}
+
+
+def dense_twin(name: str, **kwargs) -> nn.Module:
+    """The model without gates."""
+    if is_imagenet(name):
+        return timm.create_model(f'resnet{depth(name)}', **kwargs)
+    width = re.search(r'_w(\d+)$', name)
+    return timm.create_model(f'cifar_resnet{depth(name)}', inner_width=int(width.group(1)) if width else 1, **kwargs)
+
+
+def gating_keys(model: nn.Module) -> Set[str]:
+    """What the state dict of a gated model has beside that of its twin."""
+    return {
+        f'{name}.{key}' for name, module in model.named_modules() if isinstance(module, Gating)
+        for key in module.state_dict()}
 
 
 @torch.no_grad()
@@ -21,9 +71,11 @@ def shuffle(model: nn.Module, seed: int = 0) -> nn.Module:
             uniform(module.running_mean, -0.3, 0.3)
             uniform(module.running_var, 0.5, 1.5)
     for _, gate in gates(model):
-        uniform(gate.fc1.weight, -1., 1.)
-        uniform(gate.fc2.weight, -1., 1.)
-        uniform(gate.fc2.bias, -1., 1.)
+        layers = [module for module in gate.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
+        for layer in layers:
+            uniform(layer.weight, -1., 1.)
+        if layers:
+            uniform(layers[-1].bias, -1., 1.)
     return model
 
 

@@ -17,9 +17,9 @@ CLASSES = ['ant', 'bee', 'cow', 'dog', 'eel', 'fox', 'gnu']
 MODEL_KWARGS = dict(layers=(1, 1, 1), channels=(8, 8, 8), num_classes=len(CLASSES))
 
 
-def make_net(**kwargs) -> nn.Module:
+def make_net(name: str = 'gated_resnet20', **kwargs) -> nn.Module:
     torch.manual_seed(0)
-    return shuffle(timm.create_model('gated_resnet20', **{**MODEL_KWARGS, **kwargs})).eval()
+    return shuffle(timm.create_model(name, **{**MODEL_KWARGS, **kwargs})).eval()
 
 
 def make_batches(num_batches: int = 4, size: int = 16, classes: int = len(CLASSES), seed: int = 0) -> List[Tuple]:

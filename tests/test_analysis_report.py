@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from matplotlib.figure import Figure
+from nets import SMALL, is_imagenet
 from PIL import Image
 from small_analysis import CLASSES, fetch_image, make_batches, make_net, make_record
 
@@ -248,6 +249,16 @@ def test_report(record, snapshots, tmp_path):
     np.testing.assert_allclose(table['open_share/cow'], record.open_share_by_class[2], rtol=1e-6)
     samples = pyarrow.parquet.read_table(folder / 'samples.parquet').to_pydict()
     assert samples['macs'] == record.macs.tolist() and samples['label'] == record.label.tolist()
+
+
+@pytest.mark.parametrize('name', [name for name in SMALL if not is_imagenet(name)])
+def test_report_on_any_method(name, tmp_path):
+    record = make_record(make_net(name), make_batches())
+    folder = write_report(tmp_path / 'report', record, fetch_image)
+    content = json.loads((folder / 'gates.json').read_text())
+    assert content['results'][0]['num_gates'] == sum(record.layers.values()) == len(record.open_share)
+    assert 0 < content['results'][0]['gate_density'] < 1
+    assert (folder / 'gate_distribution.png').is_file() and (folder / 'firing.png').is_file()
 
 
 def test_report_of_one_class_says_what_it_leaves_out(tmp_path):

@@ -9,7 +9,17 @@ from nets import shuffle
 from sklearn.datasets import load_digits
 from timm.task import ClassificationTask
 
-from timm_gated import GatedBottleneck, MacBudget, MacFormula, Step, budget_loss, count_macs, force_gates, mac_formula
+from timm_gated import (
+    GatedBottleneck,
+    MacBudget,
+    MacFormula,
+    Step,
+    budget_loss,
+    count_macs,
+    force_gates,
+    gates,
+    mac_formula,
+)
 from timm_gated.objective import gate_masks
 
 SMALL = dict(layers=(1, 1, 1), channels=(8, 8, 8))
@@ -26,7 +36,8 @@ def test_formula_by_hand():
     assert formula.dense == stem + conv1 + conv2 + conv3
     assert formula.fixed == stem + 16 * 30 + 2 * (16 * 16 + 16 * 4)
     assert formula.switched == {
-        '1.conv1': (conv1, ['1.gate1']), '1.conv2': (conv2, ['1.gate1', '1.gate2']), '1.conv3': (conv3, ['1.gate2'])}
+        '1.conv1': (conv1, {'1.gate1': 0}), '1.conv2': (conv2, {'1.gate1': 0, '1.gate2': 0}),
+        '1.conv3': (conv3, {'1.gate2': 0})}
     masks = {'1.gate1': torch.tensor([[1., 1., 0., 0.5]]), '1.gate2': torch.tensor([[0., 0., 0., 1.]])}
     assert formula.used(masks).tolist() == [formula.fixed + 2.5 / 4 * conv1 + 2.5 / 4 / 4 * conv2 + conv3 / 4]
 
@@ -46,6 +57,15 @@ def test_formula_is_what_the_counter_counts(name, size, training):
     assert used.requires_grad == training
 
 
+def test_filters_without_a_gate_are_always_used():
+    model = timm.create_model('gated_resnet20', gated_channels={'layer1.0': [3]}, inner_channels={'layer1.0': [7]})
+    x = images(2, 3, 16, 16)
+    with force_gates(model, 'closed'):
+        assert mac_formula(model, (3, 16, 16)).used({
+            name: torch.zeros(2, gate.num_gates) for name, gate in gates(model)}).tolist() == count_macs(
+                model, x).per_sample.tolist()
+
+
 def test_formula_leaves_the_network_alone():
     model = timm.create_model('gated_resnet20', **SMALL).train()
     model(images(2, 3, 16, 16))
@@ -56,7 +76,7 @@ def test_formula_leaves_the_network_alone():
 
 
 def test_gradient():
-    formula = MacFormula(dense=100, fixed=10, switched={'a': (60, ['x']), 'b': (30, ['x', 'y'])})
+    formula = MacFormula(dense=100, fixed=10, switched={'a': (60, {'x': 0}), 'b': (30, {'x': 0, 'y': 3})})
     torch.manual_seed(0)
     x, y = (torch.rand(3, n, dtype=torch.float64, requires_grad=True) for n in (4, 5))
     assert torch.autograd.gradcheck(lambda x, y: budget_loss(formula.used({'x': x, 'y': y}), 100, 0.4), (x, y))

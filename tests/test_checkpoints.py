@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
-from nets import gate_loss, shuffle
+from nets import GATED, SMALL, dense_twin, gate_loss, shuffle
 from safetensors.torch import save_file
 from timm.models import load_checkpoint, save_for_hf
 from timm.utils import CheckpointSaver, ModelEmaV3
@@ -279,7 +279,7 @@ def test_pretrained_of_a_gated_file(tmp_path):
     assert_gates_untouched(model, gate_state(gated))
 
 
-@pytest.mark.parametrize('name', [*timm.list_models('gated_*'), 'cifar_resnet20'])
+@pytest.mark.parametrize('name', [*GATED, 'cifar_resnet20'])
 def test_pretrained_without_weights_gives_timms_message(name, monkeypatch):
     def no_network(*args, **kwargs):
         pytest.fail('the hub was asked for weights')
@@ -322,7 +322,17 @@ def test_dense_tag_loads_timms_weights_under_fresh_gates(depth, monkeypatch, cap
 # Gated weights
 
 
-@pytest.mark.parametrize('name', ['gated_resnet18', 'gated_resnet50', 'gated_resnet20', 'gated_resnet20_w10'])
+@pytest.mark.parametrize('name', [*SMALL, 'gated_resnet20_w10'])
+def test_dense_weights_under_the_gates_of_any_method(name, caplog):
+    dense, model = dense_twin(name, num_classes=3), create(name, num_classes=3)
+    before = gate_state(model)
+    model.load_state_dict(checkpoint_filter_fn(dense.state_dict(), model))
+    assert FRESH in caplog.text
+    assert_gates_untouched(model, before)
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in dense.state_dict().items())
+
+
+@pytest.mark.parametrize('name', [*SMALL, 'gated_resnet20_w10'])
 def test_gated_round_trip(name, tmp_path):
     model = create(name, num_classes=3)
     torch.save(model.state_dict(), tmp_path / 'gated.pth')

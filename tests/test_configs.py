@@ -6,20 +6,27 @@ import pytest
 import timm
 import torch
 import yaml
+from nets import family
 from timm.data import create_transform
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from torchvision import transforms
 
-import timm_gated  # noqa: F401
-from timm_gated import gates
+from timm_gated import GateLosses, gates
 
 ROOT = Path(__file__).parents[1] / 'configs' / 'timm'
 CONFIGS = sorted(ROOT.glob('*/*.yaml'))
 
+# The gating paper's, also for the dense networks, and those of its rivals.
 PAPER = {
     'cifar10': dict(epochs=500, drops=(300, 375, 450), weight_decay=5e-4, lam_ends=100, gamma_ramps=(100, 300)),
     'imagenet': dict(epochs=150, drops=(60, 90, 120), weight_decay=1e-4, lam_ends=20, gamma_ramps=(30, 60)),
+}
+RIVALS = {
+    'convnet_aig': {
+        'cifar10': dict(epochs=350, drops=(150, 250), weight_decay=5e-4, nesterov=False),
+        'imagenet': dict(epochs=100, drops=(30, 60, 90), weight_decay=1e-4, nesterov=False),
+    },
 }
 
 
@@ -43,11 +50,13 @@ def config(request):
 
 
 def test_recipe(config):
-    cfg, paper = load(config), PAPER[config.parent.name]
+    cfg = load(config)
+    paper = RIVALS.get(family(cfg.model), PAPER)[config.parent.name]
     model = timm.create_model(cfg.model, num_classes=cfg.num_classes, **getattr(cfg, 'model_kwargs', {}))
     optimizer = create_optimizer_v2(
         model, opt=cfg.opt, lr=cfg.lr, weight_decay=cfg.weight_decay, momentum=cfg.momentum, **cfg.opt_kwargs)
-    assert isinstance(optimizer, torch.optim.SGD) and all(group['nesterov'] for group in optimizer.param_groups)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert {group['nesterov'] for group in optimizer.param_groups} == {paper.get('nesterov', True)}
 
     decayed = {id(p) for group in optimizer.param_groups if group['weight_decay'] for p in group['params']}
     gate_parameters = {id(p) for _, gate in gates(model) for p in gate.parameters()}
@@ -77,8 +86,8 @@ def test_recipe(config):
 def test_losses(config):
     cfg, paper = load(config), PAPER[config.parent.name]
     model = timm.create_model(cfg.model, **getattr(cfg, 'model_kwargs', {}))
-    if not gates(model):
-        assert not hasattr(model, 'gate_losses')
+    if not isinstance(getattr(model, 'gate_losses', None), GateLosses):
+        assert not gates(model) or family(cfg.model) in RIVALS
         return
     last = paper['epochs'] - 1
     first_ramped, ramped = paper['gamma_ramps']
@@ -98,6 +107,16 @@ def test_losses(config):
         assert weights(ramped) == weights(last) == (0., cfg.model_kwargs['gamma'])
         # Only gamma is stated, so that --model-kwargs gamma=…, which replaces all of model_kwargs, loses nothing.
         assert set(cfg.model_kwargs) == {'gamma'}
+
+
+@pytest.mark.parametrize('path', sorted(ROOT.glob('*/convnet_aig_*.yaml')), ids=lambda path: path.stem)
+def test_target_rates(path):
+    cfg = load(path)
+    losses = timm.create_model(cfg.model, **cfg.model_kwargs).gate_losses
+    default = timm.create_model(cfg.model).gate_losses
+    assert (losses.target_rate, losses.target_weight) == (default.target_rate, default.target_weight)
+    assert f'weight {losses.target_weight:.0f}, mean over blocks' in path.read_text()
+    assert set(cfg.model_kwargs) == {'target_rate'}  # so that --model-kwargs target_rate=… loses nothing
 
 
 @pytest.mark.parametrize('name', ['cifar10/gated_resnet20.yaml', 'cifar10/cifar_resnet20.yaml'])

@@ -7,28 +7,30 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
-from nets import gate_loss, shuffle
+from nets import (
+    GATED,
+    IMAGENET_DEPTHS,
+    NOT_BIG,
+    ONE_EACH,
+    SMALL,
+    TINY,
+    dense_twin,
+    gate_loss,
+    gating_keys,
+    is_bottleneck,
+    is_imagenet,
+    shuffle,
+)
 from timm.data import resolve_model_data_config
 from timm.models import group_parameters
+from timm.models.resnet import ResNet
 from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3, freeze
 
-from timm_gated import ChannelGate, GatedBasicBlock, GatedCifarResNet, GatedResNet, force_gates, gates
+from timm_gated import CifarResNet, Gate, GatedBasicBlock, GatedNet, force_gates, gates
 
-MODELS = timm.list_models('gated_*')
-IMAGENET = [f'gated_resnet{depth}' for depth in (18, 34, 50, 101, 152)]
 CIFAR_DEPTHS = (20, 32, 38, 44, 56, 74, 110)
-CIFAR = [f'gated_resnet{depth}' for depth in CIFAR_DEPTHS]
-WIDE = ['gated_resnet20_w10', 'gated_resnet20_w20']
-BIG = ['gated_resnet101', 'gated_resnet152', 'gated_resnet110', 'gated_resnet20_w20']
-NOT_BIG = [name for name in MODELS if name not in BIG]
-SMALL = ['gated_resnet18', 'gated_resnet50', 'gated_resnet20']  # one of each block and family
-# The same with few blocks, where much is done to them.
-TINY = {
-    'gated_resnet18': dict(layers=(1, 1, 1, 1)),
-    'gated_resnet50': dict(layers=(1, 1, 1, 1)),
-    'gated_resnet20': dict(layers=(1, 1, 1)),
-}
+CHANNEL_GATED = timm.list_models('gated_*')  # the paper's own
 
 
 def images(size: int = 32, batch: int = 2, in_chans: int = 3) -> torch.Tensor:
@@ -38,14 +40,6 @@ def images(size: int = 32, batch: int = 2, in_chans: int = 3) -> torch.Tensor:
 def create(name: str, **kwargs) -> nn.Module:
     torch.manual_seed(0)
     return shuffle(timm.create_model(name, **kwargs))
-
-
-def dense_twin(name: str, **kwargs) -> nn.Module:
-    """The model without gates."""
-    depth, width = re.fullmatch(r'gated_resnet(\d+)(?:_w(\d+))?', name).groups()
-    if name in IMAGENET:
-        return timm.create_model(f'resnet{depth}', **kwargs)
-    return timm.create_model(f'cifar_resnet{depth}', inner_width=int(width or 1), **kwargs)
 
 
 @functools.cache
@@ -67,30 +61,34 @@ def assert_gates_have_gradients(model: nn.Module) -> None:
     for name, gate in gates(model):
         for parameter in gate.parameters():
             assert parameter.grad is not None and parameter.grad.isfinite().all(), name
-        assert gate.fc2.weight.grad.any() and gate.fc2.bias.grad.any(), name
+        assert all(parameter.grad.any() for parameter in list(gate.parameters())[-2:]), name  # of the last layer
 
 
 # The registry
 
 
 def test_list_models():
-    assert sorted(MODELS) == sorted(IMAGENET + CIFAR + WIDE)
+    depths = [str(depth) for depth in (*IMAGENET_DEPTHS, *CIFAR_DEPTHS)] + ['20_w10', '20_w20']
+    assert sorted(CHANNEL_GATED) == sorted(f'gated_resnet{depth}' for depth in depths)
+    aig = [f'convnet_aig_resnet{depth}' for depth in (18, 34, 50, 101, 20, 32, 38, 110)]
+    assert sorted(timm.list_models('convnet_aig_*')) == sorted(aig)
     assert sorted(timm.list_models('cifar_resnet*')) == sorted(f'cifar_resnet{depth}' for depth in CIFAR_DEPTHS)
     assert 'resnet18' in timm.list_models('resnet*')  # timm's own module of that name is untouched
 
 
 def test_list_pretrained():
-    assert sorted(timm.list_pretrained('gated_*')) == sorted(f'{name}.dense_a1_in1k' for name in IMAGENET)
-    assert not any(timm.is_model_pretrained(name) for name in MODELS)
+    dense = [f'gated_resnet{depth}.dense_a1_in1k' for depth in IMAGENET_DEPTHS]
+    assert sorted(timm.list_pretrained('gated_*')) == sorted(dense)
+    assert not any(timm.is_model_pretrained(name) for name in GATED)
 
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('name', GATED)
 def test_configuration(name):
     model = blueprint(name)
-    assert isinstance(model, GatedResNet if name in IMAGENET else GatedCifarResNet)
+    assert isinstance(model, GatedNet) and isinstance(model, ResNet if is_imagenet(name) else CifarResNet)
     config = resolve_model_data_config(model)
-    assert config['input_size'] == ((3, 224, 224) if name in IMAGENET else (3, 32, 32))
-    assert model.num_classes == (1000 if name in IMAGENET else 10)
+    assert config['input_size'] == ((3, 224, 224) if is_imagenet(name) else (3, 32, 32))
+    assert model.num_classes == (1000 if is_imagenet(name) else 10)
     assert model.pretrained_cfg['architecture'] == name and model.pretrained_cfg['tag'] == 'untrained'
     assert model.get_submodule(model.pretrained_cfg['first_conv']) is model.conv1
     assert model.get_submodule(model.pretrained_cfg['classifier']) is model.get_classifier()
@@ -100,21 +98,30 @@ def test_configuration(name):
 # Structure
 
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('name', GATED)
 def test_state_dict_is_the_dense_one_plus_gate_keys(name):
     model, dense = blueprint(name), dense_blueprint(name)
     own, twin = model.state_dict(), dense.state_dict()
-    gate_keys = {f'{gate_name}.{key}' for gate_name, gate in gates(model) for key in gate.state_dict()}
+    gate_keys = gating_keys(model)
     assert gate_keys and set(own) - gate_keys == set(twin) and not gate_keys & set(twin)
     assert all(own[key].shape == value.shape for key, value in twin.items())
     assert [key for key in own if key not in gate_keys] == list(twin)  # in the same order
 
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('name', GATED)
 def test_every_block_is_gated(name):
     model = blueprint(name)
-    blocks = {n.rsplit('.', 1)[0] for n, _ in gates(model)}
-    assert blocks == {n for n, _ in model.named_modules() if re.fullmatch(r'layer\d\.\d+', n)}
+    blocks = {n: m for n, m in model.named_modules() if re.fullmatch(r'layer\d\.\d+', n)}
+    switching = [gate for block in blocks.values() for pair in block.gated_convs.values() for gate in pair]
+    assert {id(gate) for gate in switching if gate is not None} == {id(gate) for _, gate in gates(model)}
+    assert all(any(gate for pair in block.gated_convs.values() for gate in pair) for block in blocks.values())
+    for block in blocks.values():
+        assert set(block.gated_convs) == {n for n, m in block.named_children() if isinstance(m, nn.Conv2d)}
+
+
+@pytest.mark.parametrize('name', CHANNEL_GATED)
+def test_every_inner_map_has_a_gate(name):
+    model = blueprint(name)
     for n, gate in gates(model):
         block = model.get_submodule(n.rsplit('.', 1)[0])
         assert gate.fc1.in_features == block.conv1.in_channels
@@ -134,7 +141,7 @@ def test_number_of_parameters(name, parameters):
     assert sum(p.numel() for p in blueprint(name).parameters()) == parameters
 
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('name', CHANNEL_GATED)
 def test_parameters_of_the_gates(name):
     model, dense = blueprint(name), dense_blueprint(name)
     extra = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in dense.parameters())
@@ -186,7 +193,7 @@ def test_bad_options(kwargs, message):
 # Forward and backward
 
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('name', GATED)
 def test_forward(name):
     model = create(name).eval()
     with torch.no_grad():
@@ -225,16 +232,13 @@ def test_open_gates_are_the_dense_network_in_training(name):
 
 
 @pytest.mark.parametrize('name, kwargs', [
-    ('gated_resnet18', dict(stem_type='deep', stem_width=32, avg_down=True)),
-    ('gated_resnet50', dict(stem_type='deep', stem_width=32, avg_down=True)),
-    ('gated_resnet18', dict(block_args=dict(attn_layer='se'))),
-    ('gated_resnet50', dict(block_args=dict(attn_layer='se'))),
-    ('gated_resnet18', dict(aa_layer=nn.AvgPool2d)),
-    ('gated_resnet50', dict(aa_layer=nn.AvgPool2d)),
-    ('gated_resnet18', dict(act_layer='silu', zero_init_last=False)),
-    ('gated_resnet50', dict(base_width=32, replace_stem_pool=True)),
-    ('gated_resnet20', dict(act_layer='silu', channels=(8, 16, 32))),
-])
+    (name, kwargs) for name in SMALL for kwargs in (
+        dict(stem_type='deep', stem_width=32, avg_down=True),
+        dict(block_args=dict(attn_layer='se')),
+        dict(aa_layer=nn.AvgPool2d),
+        dict(base_width=32, replace_stem_pool=True) if is_bottleneck(name) else dict(act_layer='silu'),
+    ) if is_imagenet(name)
+] + [(name, dict(act_layer='silu', channels=(8, 16, 32))) for name in SMALL if not is_imagenet(name)])
 def test_options_of_timms_resnet(name, kwargs):
     kwargs = dict(TINY[name], num_classes=4, **kwargs)
     model = create(name, **kwargs).eval()
@@ -321,7 +325,7 @@ def test_drop_path_rate(name):
     assert_gates_have_gradients(model)
 
 
-@pytest.mark.parametrize('name', ['gated_resnet18', 'gated_resnet50'])
+@pytest.mark.parametrize('name', [name for name in SMALL if is_imagenet(name)])
 def test_drop_block_rate(name):
     model = create(name, num_classes=4, drop_block_rate=0.1, **TINY[name])
     (model.train()(images(64)).pow(2).sum() + gate_loss(model)).backward()
@@ -334,9 +338,9 @@ def test_drop_block_rate(name):
 
 def family_info(name: str) -> tuple:
     """Channels and reductions of the features."""
-    if name in CIFAR + WIDE:
+    if not is_imagenet(name):
         return [16, 16, 32, 64], [1, 1, 2, 4]
-    wide = 1 if name in ('gated_resnet18', 'gated_resnet34') else 4
+    wide = 4 if is_bottleneck(name) else 1
     return [64] + [wide * c for c in (64, 128, 256, 512)], [2, 4, 8, 16, 32]
 
 
@@ -366,7 +370,7 @@ def test_out_indices(name, out_indices):
 def test_feature_classes_equal_forward_intermediates(name, feature_cls):
     model = create(name, **TINY[name]).eval()
     kwargs = dict(TINY[name], features_only=True, feature_cls=feature_cls)
-    if name == 'gated_resnet20':
+    if not is_imagenet(name):
         kwargs.update(out_indices=(0, 1, 2, 3))
     extractor = create(name, **kwargs).eval()
     prefix = dict(hook='body.', fx='graph_module.', getter='model.').get(feature_cls, '')
@@ -421,7 +425,7 @@ def test_options_of_forward_intermediates(name):
 
 
 @pytest.mark.parametrize('output_stride', [8, 16, 32])
-@pytest.mark.parametrize('name', ['gated_resnet18', 'gated_resnet50'])
+@pytest.mark.parametrize('name', [name for name in SMALL if is_imagenet(name)])
 def test_output_stride_of_imagenet_models(name, output_stride):
     kwargs = dict(output_stride=output_stride, num_classes=4, layers=(2, 2, 2, 2))
     model = create(name, **kwargs).eval()
@@ -469,7 +473,7 @@ def test_gradient_checkpointing_changes_nothing(name):
     assert not twin.grad_checkpointing
 
 
-@pytest.mark.parametrize('name', ['gated_resnet18', 'gated_resnet20'])
+@pytest.mark.parametrize('name', SMALL)
 def test_gate_losses_train_the_gates_under_gradient_checkpointing(name):
     """Without any other loss: the kept logits have a graph, though the blocks are recomputed."""
     model = create(name, num_classes=4).train()
@@ -481,23 +485,23 @@ def test_gate_losses_train_the_gates_under_gradient_checkpointing(name):
 
 
 @pytest.mark.parametrize('coarse', [False, True])
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('name', GATED)
 def test_group_matcher(name, coarse):
     model = blueprint(name)
     groups = group_parameters(model, model.group_matcher(coarse=coarse))
     grouped = [n for names in groups.values() for n in names]
     assert sorted(grouped) == sorted(n for n, _ in model.named_parameters())
-    num_blocks = len({n.split('.gate')[0] for n, _ in gates(model)})
-    num_stages = len({n.split('.')[0] for n, _ in gates(model)})
-    assert len(groups) == 2 + (num_stages if coarse else num_blocks)  # with stem and head
+    blocks = [n for n, _ in model.named_modules() if re.fullmatch(r'layer\d\.\d+', n)]
+    stages = {n.split('.')[0] for n in blocks}
+    assert len(groups) == 2 + len(stages if coarse else blocks)  # with stem and head
     group_of = {n: index for index, names in groups.items() for n in names}
-    for n, _ in gates(model):
-        assert group_of[f'{n}.fc1.weight'] == group_of[f'{n.rsplit(".", 1)[0]}.conv1.weight']
+    for n in blocks:  # with all that is in them
+        assert {group_of[key] for key in grouped if key.startswith(f'{n}.')} == {group_of[f'{n}.conv1.weight']}
     assert {n for n in grouped if group_of[n] == min(group_of.values())} == {'conv1.weight', 'bn1.weight', 'bn1.bias'}
     assert {n for n in grouped if group_of[n] == max(group_of.values())} == {'fc.weight', 'fc.bias'}
 
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('name', GATED)
 def test_no_weight_decay_is_exactly_the_gates(name):
     model = blueprint(name)
     assert model.no_weight_decay() == gate_parameters(model)
@@ -616,7 +620,7 @@ def test_float64_model():
     assert all(gate.logits.dtype == torch.float64 for _, gate in gates(model))
 
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('name', GATED)
 def test_meta_device(name):
     model = timm.create_model(name, num_classes=7, in_chans=1, device='meta')
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {'meta'}
@@ -642,7 +646,7 @@ def test_export(name):
     assert set(exported.state_dict) == set(model.state_dict())
 
 
-@pytest.mark.parametrize('name', ['gated_resnet50', 'gated_resnet20'])
+@pytest.mark.parametrize('name', SMALL)
 def test_export_with_a_dynamic_batch(name):
     model = create(name, num_classes=4, **TINY[name]).eval()
     batch = torch.export.Dim('batch', min=1, max=64)
@@ -669,9 +673,10 @@ def test_export_leaves_the_model_usable():
     assert_gates_have_gradients(model)
 
 
-def test_compile():
+@pytest.mark.parametrize('name', sorted({'gated_resnet50', *ONE_EACH}))
+def test_compile(name):
     torch._dynamo.reset()
-    model = create('gated_resnet50', num_classes=4, **TINY['gated_resnet50']).eval()
+    model = create(name, num_classes=4, **TINY[name]).eval()
     compiled = torch.compile(model, backend='aot_eager', fullgraph=True)
     x = images(batch=4)
     with torch.no_grad():
@@ -737,11 +742,12 @@ def test_forcing_a_compiled_model():
         torch.testing.assert_close(compiled(x), free)
 
 
-def test_no_gate_is_traced_by_fx():
+@pytest.mark.parametrize('name', ONE_EACH)
+def test_no_gate_is_traced_by_fx(name):
     """What an fx feature extractor returns still has gates that decide image by image."""
-    model = create('gated_resnet20', features_only=True, feature_cls='fx', out_indices=(3,)).eval()
+    model = create(name, features_only=True, feature_cls='fx', out_indices=(3,)).eval()
     model(images())
-    assert all(isinstance(gate, ChannelGate) and gate.logits.shape[0] == 2 for _, gate in gates(model))
+    assert all(isinstance(gate, Gate) and gate.logits.shape[0] == 2 for _, gate in gates(model))
     with force_gates(model, 'closed'):
         closed = model(images())[0]
     assert not torch.allclose(closed, model(images())[0])

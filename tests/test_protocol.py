@@ -255,8 +255,8 @@ def make_net(model_cls=GatedCifarResNet, **kwargs) -> nn.Module:
     torch.manual_seed(0)
     model_args = dict(block=GatedBasicBlock, layers=(1, 1, 1), channels=(4, 4, 4))
     return create_gated_net(
-        model_cls, 'gated_resnet20', False, gate_layer=SaliencyGate, objective=Sparsity, recipe=dict(sparsity=0.2),
-        **model_args, **kwargs)
+        model_cls, 'gated_resnet20', False, dense_variant='cifar_resnet20', gate_layer=SaliencyGate,
+        objective=Sparsity, recipe=dict(sparsity=0.2), **model_args, **kwargs)
 
 
 def test_a_network_of_another_gate_and_objective():

@@ -1,17 +1,20 @@
 """The README is the truth: its snippets run, its zoo is what the models are, its paths exist"""
+import functools
+import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import timm
 import torch
-
-from timm_gated import count_macs, gates
+from nets import GATED, family
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text()
 SNIPPETS = re.findall(r'```python\n(.*?)```', README, re.DOTALL)
-ZOO = re.findall(r'^\| `(gated_resnet\w+)` \| (.*) \|$', README, re.MULTILINE)
+METHODS = (ROOT / 'configs' / 'timm' / 'README.md').read_text()
+ZOO, ALL_METHODS = (re.findall(r'^(\| `(\w+_resnet\w+)` \| \d.*)$', text, re.MULTILINE) for text in (README, METHODS))
 
 
 def test_there_are_snippets():
@@ -26,22 +29,40 @@ def test_snippet_runs(index, tmp_path, monkeypatch):
 
 
 def test_zoo_is_complete():
-    assert sorted(name for name, _ in ZOO) == sorted(timm.list_models('gated_*'))
+    assert sorted(name for _, name in ZOO) == sorted(timm.list_models('gated_*'))
+    assert sorted(name for _, name in ALL_METHODS) == sorted(GATED)
 
 
-@pytest.mark.parametrize('name, row', ZOO)
-def test_zoo_row(name, row):
-    model = timm.create_model(name)
-    input_size = model.pretrained_cfg['input_size']
-    macs = count_macs(model, torch.zeros(1, *input_size))
-    parameters = sum(p.numel() for p in model.parameters())
-    gate_parameters = sum(p.numel() for _, gate in gates(model) for p in gate.parameters())
-    overhead = sum(int(m.per_sample[0]) for m in macs.by_module.values() if m.dense == 0)
-    expected = (
-        f'{input_size[1]} | {parameters / 1e6:.3f} M | {(parameters - gate_parameters) / 1e6:.3f} M | '
-        f'{macs.dense / 1e9:.3f} G | {100 * overhead / macs.dense:.3f} % | '
-        f'{sum(gate.num_gates for _, gate in gates(model))}')
-    assert row == expected
+@functools.cache
+def model_table() -> ModuleType:
+    spec = importlib.util.spec_from_file_location('model_table', ROOT / 'tools' / 'model_table.py')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize('row, name', sorted({*ZOO, *ALL_METHODS}), ids=lambda value: value if '|' not in value else '')
+def test_zoo_row(row, name):
+    assert row == model_table().row(name)
+
+
+def test_a_row_by_hand():
+    """ResNet-34 of the paper: 21.91 M parameters, 3.66 G MACs."""
+    row = '| `gated_resnet34` | 224 | 21.916 M | 21.798 M | 3.664 G | 0.046 % | 3776 |'
+    assert model_table().row('gated_resnet34') == row
+
+
+def test_tool_of_the_table(capsys):
+    assert model_table().main(['convnet_aig_resnet2*']) == 0
+    header, rule, row = capsys.readouterr().out.splitlines()
+    assert header in README and header in METHODS and row in METHODS and rule.count('---') == header.count('|') - 1
+    assert model_table().main(['resnet34']) == 1 and "'resnet34'" in capsys.readouterr().err
+
+
+def test_every_method_is_described():
+    described = re.findall(r'^\| `(\w+)_resnet…` \|', METHODS, re.MULTILINE)
+    assert sorted(described) == sorted({family(name) for name in GATED})
+    assert all(f'| `{method}_resnet' in README for method in described)
 
 
 def expand(pattern: str) -> list:

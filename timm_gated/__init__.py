@@ -10,6 +10,7 @@ from .beta import beta_cdf
 from .blocks import GatedBasicBlock, GatedBottleneck
 from .budget import MacBudget, budget_loss, mac_formula
 from .cifar_resnet import CifarResNet, GatedCifarResNet
+from .convnet_aig import TargetRate, target_rate_loss
 from .export import export_onnx, export_program
 from .gate import ChannelGate, Gate, GatePool, Gating, force_gates, gates
 from .gated_net import GatedNet, checkpoint_filter_fn, list_gated_models
@@ -54,6 +55,7 @@ __all__ = [
     'Pruned',
     'RelaxedBernoulli',
     'Step',
+    'TargetRate',
     'Term',
     'Uniform',
     '__version__',
@@ -80,6 +82,7 @@ __all__ = [
     'save_pretrained',
     'shape_features',
     'specialize',
+    'target_rate_loss',
 ]
 
 extend_timm_tasks()

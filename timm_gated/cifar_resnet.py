@@ -27,7 +27,7 @@ from .checks import check_number
 from .gated_net import GatedNet, build_model, checkpoint_filter_fn, create_gated_net, rename_linear_head
 from .narrow import Channels, narrow_maps
 
-__all__ = ['CIFAR10_RECIPE', 'CifarResNet', 'GatedCifarResNet']
+__all__ = ['CIFAR10_RECIPE', 'CifarResNet', 'GatedCifarResNet', 'cifar_cfg', 'create_gated_cifar_resnet']
 
 # The paper's schedule: lambda = 0.75 falls to 0 over epochs 0-100, gamma ramps up over epochs 100-300 (of 500).
 # Its trade-off points are gamma = 0, 0.01, 0.02, 0.05, 0.1, 0.15 and 0.2.
@@ -243,7 +243,8 @@ class GatedCifarResNet(GatedNet, CifarResNet):
     """CifarResNet of gated blocks, with the gate losses it is trained with."""
 
 
-def _cfg(**kwargs) -> Dict[str, Any]:
+def cifar_cfg(**kwargs) -> Dict[str, Any]:
+    """Pretrained config of a ResNet for CIFAR-10."""
     return {
         'num_classes': 10, 'input_size': (3, 32, 32), 'pool_size': (8, 8),
         'crop_pct': 1.0, 'interpolation': 'bilinear',
@@ -256,10 +257,10 @@ def _cfg(**kwargs) -> Dict[str, Any]:
 _DEPTHS = (20, 32, 38, 44, 56, 74, 110)
 
 default_cfgs = generate_default_cfgs({
-    **{f'cifar_resnet{depth}.untrained': _cfg(paper_ids='arXiv:1512.03385') for depth in _DEPTHS},
-    **{f'gated_resnet{depth}.untrained': _cfg(paper_ids='arXiv:1907.06627') for depth in _DEPTHS},
-    'gated_resnet20_w10.untrained': _cfg(paper_ids='arXiv:1907.06627'),
-    'gated_resnet20_w20.untrained': _cfg(paper_ids='arXiv:1907.06627'),
+    **{f'cifar_resnet{depth}.untrained': cifar_cfg(paper_ids='arXiv:1512.03385') for depth in _DEPTHS},
+    **{f'gated_resnet{depth}.untrained': cifar_cfg(paper_ids='arXiv:1907.06627') for depth in _DEPTHS},
+    'gated_resnet20_w10.untrained': cifar_cfg(paper_ids='arXiv:1907.06627'),
+    'gated_resnet20_w20.untrained': cifar_cfg(paper_ids='arXiv:1907.06627'),
 })
 
 
@@ -280,21 +281,33 @@ def _create_cifar_resnet(depth: int, pretrained: bool = False, **kwargs) -> Cifa
     )
 
 
+def create_gated_cifar_resnet(
+        variant: str,
+        depth: int,
+        pretrained: bool = False,
+        model_cls: Type[GatedCifarResNet] = GatedCifarResNet,
+        **kwargs,
+) -> Any:
+    """Build a gated CIFAR ResNet of any method: `create_gated_net` with what depends on the depth."""
+    return create_gated_net(
+        model_cls,
+        variant,
+        pretrained,
+        dense_variant=f'cifar_resnet{depth}',
+        feature_cfg=dict(out_indices=(0, 1, 2, 3)),
+        **dict(dict(layers=_layers(depth)), **kwargs),
+    )
+
+
 def _create_gated_resnet(
         depth: int,
         pretrained: bool = False,
         variant: Optional[str] = None,
         **kwargs,
 ) -> GatedCifarResNet:
-    return create_gated_net(
-        GatedCifarResNet,
-        variant or f'gated_resnet{depth}',
-        pretrained,
-        recipe=CIFAR10_RECIPE,
-        dense_variant=f'cifar_resnet{depth}',
-        feature_cfg=dict(out_indices=(0, 1, 2, 3)),
-        **dict(dict(block=GatedBasicBlock, layers=_layers(depth)), **kwargs),
-    )
+    model_args = dict(block=GatedBasicBlock, recipe=CIFAR10_RECIPE)
+    return create_gated_cifar_resnet(
+        variant or f'gated_resnet{depth}', depth, pretrained, **dict(model_args, **kwargs))
 
 
 @register_model

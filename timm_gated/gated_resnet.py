@@ -6,7 +6,7 @@ Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://op
 
 Block weights keep timm's names. The tags `dense_a1_in1k` load timm's dense ImageNet weights under fresh gates.
 """
-from typing import Any, Dict
+from typing import Any, Dict, Type
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, register_model
@@ -15,7 +15,7 @@ from timm.models.resnet import ResNet
 from .blocks import GatedBasicBlock, GatedBottleneck
 from .gated_net import GatedNet, create_gated_net
 
-__all__ = ['GatedResNet', 'IMAGENET_RECIPE', 'imagenet_cfg']
+__all__ = ['GatedResNet', 'IMAGENET_RECIPE', 'create_gated_resnet', 'imagenet_cfg']
 
 # The paper's schedule: lambda = 0.75 falls to 0 over epochs 0-20, gamma ramps up over epochs 30-60 (of 150).
 # Its trade-off points are gamma = 0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3 and 0.4.
@@ -61,15 +61,19 @@ default_cfgs = generate_default_cfgs({
 })
 
 
-def _create_gated_resnet(depth: int, pretrained: bool = False, **kwargs) -> GatedResNet:
-    return create_gated_net(
-        GatedResNet,
-        f'gated_resnet{depth}',
-        pretrained,
-        recipe=IMAGENET_RECIPE,
-        dense_variant=f'slim_resnet{depth}',
+def create_gated_resnet(
+        variant: str,
+        depth: int,
+        pretrained: bool = False,
+        model_cls: Type[GatedResNet] = GatedResNet,
         **kwargs,
-    )
+) -> Any:
+    """Build a gated ResNet for ImageNet of any method: `create_gated_net` with what depends on the depth."""
+    return create_gated_net(model_cls, variant, pretrained, dense_variant=f'slim_resnet{depth}', **kwargs)
+
+
+def _create_gated_resnet(depth: int, pretrained: bool = False, **kwargs) -> GatedResNet:
+    return create_gated_resnet(f'gated_resnet{depth}', depth, pretrained, recipe=IMAGENET_RECIPE, **kwargs)
 
 
 @register_model

@@ -1,0 +1,54 @@
+"""Figures of gated models, as rows of the tables in README.md and configs/timm/README.md
+
+    python tools/model_table.py 'convnet_aig_*'
+
+Counted by the rules of `count_macs`, on models without data. The tests hold the tables to what this prints.
+"""
+import argparse
+import sys
+from typing import List, Optional
+
+import timm
+
+from timm_gated import Gating, gates, list_gated_models, mac_formula
+
+HEADER = '| model | input | parameters | dense parameters | dense MACs | gate overhead | gates |'
+
+
+def row(name: str) -> str:
+    """A model's row of the table."""
+    model = timm.create_model(name, device='meta')
+    input_size = model.pretrained_cfg['input_size']
+    formula = mac_formula(model, input_size)
+    overhead = formula.fixed + sum(macs for macs, _ in formula.switched.values()) - formula.dense
+    parameters = {parameter: parameter.numel() for parameter in model.parameters()}
+    gating = {p for module in model.modules() if isinstance(module, Gating) for p in module.parameters()}
+    total, extra = sum(parameters.values()), sum(parameters[parameter] for parameter in gating)
+    cells = (
+        f'`{name}`',
+        str(input_size[1]),
+        f'{total / 1e6:.3f} M',
+        f'{(total - extra) / 1e6:.3f} M',
+        f'{formula.dense / 1e9:.3f} G',
+        f'{100 * overhead / formula.dense:.3f} %',
+        str(sum(gate.num_gates for _, gate in gates(model))),
+    )
+    return f'| {" | ".join(cells)} |'
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('pattern', nargs='?', default='', help='models, with wildcards (default: all gated models)')
+    args = parser.parse_args(argv)
+    names = list_gated_models(args.pattern)
+    if not names:
+        print(f"error: no gated model is called '{args.pattern}'", file=sys.stderr)
+        return 1
+    print(HEADER)
+    print('| --- ' * HEADER.count(' | ') + '| --- |')
+    print('\n'.join(row(name) for name in names))
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
