@@ -20,7 +20,7 @@ from .inference import accelerate, instruction_sets
 from .losses import BatchShapingLoss, L0Loss, batch_shaping_loss, l0_loss
 from .macs import MacCounter, MacFormula, Macs, count_macs
 from .objective import GateLosses, Objective, Step, Term, objectives, shape_features
-from .priors import Beta, Normal, Prior, RelaxedBernoulli, Uniform, create_prior
+from .priors import Beta, Mixture, Normal, Prior, RelaxedBernoulli, Uniform, create_prior
 from .pruning import Pruned, prune_static, specialize
 from .schedules import linear_anneal, linear_warmup
 from .statistics import GateCounts, GateStatistics
@@ -48,6 +48,7 @@ __all__ = [
     'MacCounter',
     'MacFormula',
     'Macs',
+    'Mixture',
     'Normal',
     'Objective',
     'ObjectiveTask',
