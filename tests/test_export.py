@@ -72,6 +72,13 @@ def test_timm_exporter(networks, name, tmp_path):
     np.testing.assert_allclose(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0], expected, atol=1e-4)
 
 
+def test_timm_exporter_on_a_saved_model(networks, tmp_path):
+    """Whose input size it takes from the config, where JSON has made it a list."""
+    save_pretrained(networks['pruned'], tmp_path / 'pruned')
+    onnx_export(timm.create_model(f'local-dir:{tmp_path / "pruned"}', pretrained=True), str(tmp_path / 'net.onnx'))
+    assert onnxruntime.InferenceSession(tmp_path / 'net.onnx').get_inputs()[0].shape[1:] == [3, 32, 32]
+
+
 @pytest.mark.parametrize('name', ['gated', 'pruned', 'specialized'])
 def test_program(networks, name, tmp_path):
     path = export_program(networks[name], tmp_path / 'net.pt2', (3, 8, 8))

@@ -109,6 +109,8 @@ def build_model(
     """
     model: Any = build_model_with_cfg(model_cls, variant, pretrained, **kwargs)
     model.model_args = _options_of_model(kwargs if model_args is None else model_args)
+    # A config of a hub or a folder has lists for tuples, which timm's ONNX exporter does not take.
+    model.pretrained_cfg.update({k: tuple(v) for k, v in model.pretrained_cfg.items() if isinstance(v, list)})
     return model
 
 
