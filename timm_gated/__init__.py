@@ -20,6 +20,7 @@ from .macs import MacCounter, MacFormula, Macs, count_macs
 from .objective import GateLosses, Objective, Step, Term, objectives, shape_features
 from .priors import Beta, Normal, Prior, RelaxedBernoulli, Uniform, create_prior
 from .schedules import linear_anneal, linear_warmup
+from .skipnet import Skipping, reinforce_loss
 from .statistics import GateCounts, GateStatistics
 from .task import ObjectiveTask, extend_timm_tasks
 from .version import __version__
@@ -50,6 +51,7 @@ __all__ = [
     'ObjectiveTask',
     'Prior',
     'RelaxedBernoulli',
+    'Skipping',
     'Step',
     'TargetRate',
     'Term',
@@ -72,6 +74,7 @@ __all__ = [
     'list_gated_models',
     'mac_formula',
     'objectives',
+    'reinforce_loss',
     'shape_features',
     'target_rate_loss',
 ]
