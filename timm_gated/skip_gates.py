@@ -111,7 +111,7 @@ class RecurrentGate(SkipGate):
 
 
 class _FeedForwardGate(SkipGate):
-    """One decision for a block, by convolutions of its input.
+    """One decision for a block, by convolutions as wide as its input. (In a network of bottlenecks they cost the most.)
 
     Args:
         in_channels: Channels of the block's input.
