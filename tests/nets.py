@@ -76,6 +76,10 @@ def shuffle(model: nn.Module, seed: int = 0) -> nn.Module:
             uniform(layer.weight, -1., 1.)
         if layers:
             uniform(layers[-1].bias, -1., 1.)
+        if hasattr(gate, 'lstm'):  # its output layer is that of all gates, whose sign the bias would be
+            layers[-1].bias.zero_()
+            for parameter in gate.lstm.parameters():
+                uniform(parameter, -2., 2.)
     return model
 
 

@@ -27,6 +27,14 @@ RIVALS = {
         'cifar10': dict(epochs=350, drops=(150, 250), weight_decay=5e-4, nesterov=False),
         'imagenet': dict(epochs=100, drops=(30, 60, 90), weight_decay=1e-4, nesterov=False),
     },
+    'skipnet': {
+        'cifar10': dict(epochs=164, drops=(82, 123), weight_decay=1e-4, nesterov=False, batch_size=128),
+        'imagenet': dict(epochs=120, drops=(30, 60, 90), weight_decay=1e-4, nesterov=False),
+    },
+    'skipnet_hybrid': {
+        'cifar10': dict(epochs=26, drops=(), weight_decay=1e-4, nesterov=False, batch_size=128, lr=1e-4),
+        'imagenet': dict(epochs=40, drops=(30,), weight_decay=1e-4, nesterov=False, lr=1e-4),
+    },
 }
 
 
@@ -51,7 +59,8 @@ def config(request):
 
 def test_recipe(config):
     cfg = load(config)
-    paper = RIVALS.get(family(cfg.model), PAPER)[config.parent.name]
+    stage = '_hybrid' if config.stem.endswith('_hybrid') else ''
+    paper = RIVALS.get(family(cfg.model) + stage, PAPER)[config.parent.name]
     model = timm.create_model(cfg.model, num_classes=cfg.num_classes, **getattr(cfg, 'model_kwargs', {}))
     optimizer = create_optimizer_v2(
         model, opt=cfg.opt, lr=cfg.lr, weight_decay=cfg.weight_decay, momentum=cfg.momentum, **cfg.opt_kwargs)
@@ -61,7 +70,8 @@ def test_recipe(config):
     decayed = {id(p) for group in optimizer.param_groups if group['weight_decay'] for p in group['params']}
     gate_parameters = {id(p) for _, gate in gates(model) for p in gate.parameters()}
     assert decayed == {id(p) for p in model.parameters()} - gate_parameters
-    assert cfg.weight_decay == paper['weight_decay'] and cfg.batch_size == 256 and cfg.momentum == 0.9
+    assert cfg.weight_decay == paper['weight_decay'] and cfg.momentum == 0.9
+    assert cfg.batch_size == paper.get('batch_size', 256)
 
     scheduler, epochs = create_scheduler_v2(
         optimizer, sched=cfg.sched, num_epochs=cfg.epochs, decay_milestones=cfg.decay_milestones,
@@ -72,7 +82,7 @@ def test_recipe(config):
         scheduler.step(epoch)
         rates.append(optimizer.param_groups[0]['lr'])
     drops = [sum(epoch >= drop for drop in paper['drops']) for epoch in range(epochs)]
-    assert rates == pytest.approx([0.1 * 0.1 ** drop for drop in drops])
+    assert rates == pytest.approx([paper.get('lr', 0.1) * 0.1 ** drop for drop in drops])
 
     # train.py takes any key of a YAML, misspelt ones too
     optional = {'device_modules', 'model_kwargs'} | (DATA[config.parent.name].keys() - KEYS)
@@ -124,6 +134,15 @@ def test_target_rates(path):
     assert (losses.target_rate, losses.target_weight) == (default.target_rate, default.target_weight)
     assert f'weight {losses.target_weight:.0f}, mean over blocks' in path.read_text()
     assert set(cfg.model_kwargs) == {'target_rate'}  # so that --model-kwargs target_rate=… loses nothing
+
+
+@pytest.mark.parametrize('path', sorted(ROOT.glob('*/skipnet_*.yaml')), ids=lambda path: path.stem)
+def test_stages(path):
+    cfg, hybrid = load(path), path.stem.endswith('_hybrid')
+    losses, default = (timm.create_model(cfg.model, device='meta', **k).gate_losses for k in (cfg.model_kwargs, {}))
+    assert (losses.stage, losses.alpha) == ('hybrid' if hybrid else 'supervised', default.alpha)
+    assert set(cfg.model_kwargs) == ({'stage', 'alpha'} if hybrid else {'gate'})  # what the text says to give again
+    assert path.stem == cfg.model + '_hybrid' * hybrid
 
 
 @pytest.mark.parametrize('name', ['cifar10/gated_resnet20.yaml', 'cifar10/cifar_resnet20.yaml'])

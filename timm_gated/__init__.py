@@ -23,6 +23,7 @@ from .objective import GateLosses, Objective, Step, Term, objectives, shape_feat
 from .priors import Beta, Mixture, Normal, Prior, RelaxedBernoulli, Uniform, create_prior
 from .pruning import Pruned, prune_static, specialize
 from .schedules import linear_anneal, linear_warmup
+from .skipnet import Skipping, reinforce_loss
 from .statistics import GateCounts, GateStatistics
 from .task import ObjectiveTask, extend_timm_tasks
 from .version import __version__
@@ -55,6 +56,7 @@ __all__ = [
     'Prior',
     'Pruned',
     'RelaxedBernoulli',
+    'Skipping',
     'Step',
     'TargetRate',
     'Term',
@@ -81,6 +83,7 @@ __all__ = [
     'objectives',
     'prune_static',
     'save_pretrained',
+    'reinforce_loss',
     'shape_features',
     'specialize',
     'target_rate_loss',

@@ -65,6 +65,7 @@ class GatedNet(nn.Module):
     ) -> None:
         super().__init__(*args, **kwargs)
         narrow_maps(self, inner_channels, gated_channels)
+        self.link_gates()
         # Last of the children: timm's feature extraction runs them in order, up to the last one it needs.
         if objective is not None:
             self.gate_losses = objective()
@@ -73,6 +74,9 @@ class GatedNet(nn.Module):
             self.mac_budget = MacBudget(budget, **({} if budget_weight is None else dict(budget_weight=budget_weight)))
         elif budget_weight is not None:
             raise ValueError(f'budget_weight needs a budget, got {budget_weight} and none.')
+
+    def link_gates(self) -> None:
+        """Make gates known to one another, where a method has them share something. Called once all are there."""
 
     @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
