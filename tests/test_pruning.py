@@ -17,7 +17,7 @@ from timm_gated.budget import MacBudget
 from timm_gated.cifar_resnet import CifarResNet
 from timm_gated.hub import save_pretrained
 from timm_gated.narrow import gated_channels, inner_channels
-from timm_gated.pruning import keep_used_filters, prune_static, specialize
+from timm_gated.pruning import _ImagesOf, keep_used_filters, prune_static, specialize
 from timm_gated.slim_resnet import SlimResNet
 
 NETWORKS = [
@@ -311,6 +311,18 @@ def test_specialize_looks_at_its_classes_only():
         expected = open_share(model, x[torch.isin(labels, torch.tensor(classes))])
         for name, share in expected.items():
             torch.testing.assert_close(shares[first][name], share)
+
+
+def test_batches_of_some_classes():
+    """As large as the loader's, all but the last one, each image once and in order."""
+    batches = make_batches(5, size=16)
+    x, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    for classes in ([4, 0], [0, 1, 2, 3, 4, 5, 6]):
+        found = list(_ImagesOf(batches, classes))
+        wanted = torch.isin(labels, torch.tensor(classes))
+        assert all(len(part) == 16 for _, part in found[:-1]) and 0 < len(found[-1][1]) <= 16
+        assert torch.equal(torch.cat([part for part, _ in found]), x[wanted])
+        assert torch.equal(torch.tensor(classes)[torch.cat([part for _, part in found])], labels[wanted])
 
 
 def test_fine_tuning_helps():

@@ -326,19 +326,20 @@ class _ImagesOf:
         self.classes = torch.tensor(classes)
 
     def __iter__(self) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
-        waiting: List[Tuple[torch.Tensor, torch.Tensor]] = []
-        batch_size = count = 0
+        rest: List[torch.Tensor] = []
+        size = 0
         for images, labels in self.loader:
-            batch_size = max(batch_size, len(labels))
+            size = size or len(labels)
             matches = labels[:, None] == self.classes.to(labels.device)
             wanted = matches.any(1)
-            waiting.append((images[wanted], matches[wanted].int().argmax(1)))
-            count += int(wanted.sum())
-            if count >= batch_size:
-                yield torch.cat([part[0] for part in waiting]), torch.cat([part[1] for part in waiting])
-                waiting, count = [], 0
-        if count:
-            yield torch.cat([part[0] for part in waiting]), torch.cat([part[1] for part in waiting])
+            found = [images[wanted], matches[wanted].int().argmax(1)]
+            rest = [torch.cat(parts) for parts in zip(rest, found, strict=True)] if rest else found
+            # Always of the same size: memory for batches of many sizes would break into pieces.
+            while len(rest[1]) >= size:
+                yield rest[0][:size], rest[1][:size]
+                rest = [part[size:] for part in rest]
+        if rest and len(rest[1]):
+            yield rest[0], rest[1]
 
 
 def _cut_head(model: Any, classes: Sequence[int]) -> None:
