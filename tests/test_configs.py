@@ -1,4 +1,5 @@
 """Every YAML of configs/timm builds its model, losses and schedules, and states the paper's recipe"""
+import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ RIVALS = {
         'cifar10': dict(epochs=350, drops=(150, 250), weight_decay=5e-4, nesterov=False),
         'imagenet': dict(epochs=100, drops=(30, 60, 90), weight_decay=1e-4, nesterov=False),
     },
+    'dgnet': PAPER,
 }
 
 
@@ -117,6 +119,24 @@ def test_target_rates(path):
     assert (losses.target_rate, losses.target_weight) == (default.target_rate, default.target_weight)
     assert f'weight {losses.target_weight:.0f}, mean over blocks' in path.read_text()
     assert set(cfg.model_kwargs) == {'target_rate'}  # so that --model-kwargs target_rate=… loses nothing
+
+
+# Of the other rivals: what a config states, where the model has it, and what its text says of it.
+STATED = {
+    'dgnet': ('mac_budget', 'budget', r'weight 10 \(ours\)'),
+}
+
+
+@pytest.mark.parametrize(
+    'path', [path for path in CONFIGS if family(path.stem) in STATED], ids=lambda path: f'{path.parent.name}/{path.stem}')
+def test_options_of_rivals(path):
+    cfg, (objective, option, text) = load(path), STATED[family(path.stem)]
+    value, default = (
+        getattr(getattr(timm.create_model(cfg.model, device='meta', **kwargs), objective), option)
+        for kwargs in (cfg.model_kwargs, {}))
+    assert set(cfg.model_kwargs) == {option}  # so that --model-kwargs, which replaces all of them, loses nothing
+    assert value == default == cfg.model_kwargs[option] and path.stem == cfg.model
+    assert re.search(text, path.read_text())
 
 
 @pytest.mark.parametrize('name', ['cifar10/gated_resnet20.yaml', 'cifar10/cifar_resnet20.yaml'])

@@ -5,6 +5,7 @@ Importing this package registers the gated models with timm and lets timm's trai
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 """
 from . import batch_shaped as _batch_shaped  # noqa: F401  (registers its entry point)
+from . import dgnet as _dgnet  # noqa: F401  (likewise)
 from . import slim_resnet as _slim_resnet  # noqa: F401  (likewise)
 from .beta import beta_cdf
 from .blocks import GatedBasicBlock, GatedBottleneck
