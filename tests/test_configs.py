@@ -29,6 +29,7 @@ RIVALS = {
         'imagenet': dict(epochs=100, drops=(30, 60, 90), weight_decay=1e-4, nesterov=False),
     },
     'dgnet': PAPER,
+    'fbs': PAPER,
 }
 
 
@@ -124,11 +125,11 @@ def test_target_rates(path):
 # Of the other rivals: what a config states, where the model has it, and what its text says of it.
 STATED = {
     'dgnet': ('mac_budget', 'budget', r'weight 10 \(ours\)'),
+    'fbs': ('gate_losses', 'density', r'L1 on the\n# saliencies, weight 1e-8'),
 }
 
 
-@pytest.mark.parametrize(
-    'path', [path for path in CONFIGS if family(path.stem) in STATED], ids=lambda path: f'{path.parent.name}/{path.stem}')
+@pytest.mark.parametrize('path', [path for path in CONFIGS if family(path.stem) in STATED], ids=lambda path: path.stem)
 def test_options_of_rivals(path):
     cfg, (objective, option, text) = load(path), STATED[family(path.stem)]
     value, default = (

@@ -12,6 +12,7 @@ from .blocks import GatedBasicBlock, GatedBottleneck
 from .budget import MacBudget, budget_loss, mac_formula
 from .cifar_resnet import CifarResNet, GatedCifarResNet
 from .convnet_aig import TargetRate, target_rate_loss
+from .fbs import Suppression
 from .gate import ChannelGate, Gate, GatePool, Gating, force_gates, gates
 from .gated_net import GatedNet, checkpoint_filter_fn, list_gated_models
 from .gated_resnet import GatedResNet
@@ -52,6 +53,7 @@ __all__ = [
     'Prior',
     'RelaxedBernoulli',
     'Step',
+    'Suppression',
     'TargetRate',
     'Term',
     'Uniform',

@@ -1,16 +1,15 @@
 """DGNet: channel gates that are trained to a budget of MACs
 
-A rival of batch shaping, in the same harness: `timm.create_model('dgnet_resnet34', budget=0.5)`. One asks for a share of
-the plain network's MACs, and the loss `MacBudget` drives the gates there.
+A rival of batch shaping, in the same harness: `timm.create_model('dgnet_resnet34', budget=0.5)`. One asks for a share
+of the plain network's MACs, and the loss `MacBudget` drives the gates there.
 
 Paper: Dynamic Dual Gating Neural Networks (DGNet, https://openaccess.thecvf.com/content/ICCV2021/html/
     Li_Dynamic_Dual_Gating_Neural_Networks_ICCV_2021_paper.html)
 
 This is the channel half of the paper's dual gating: there are no spatial gates. The channel gates are read as
 `ChannelGate` over the blocks' inner maps: a squeeze of the block's input, two layers, a binary concrete sample. So the
-network is that of `gated_resnet34`, with the FLOPs-target loss instead of batch shaping and L0; what is known of the loss
-is lambda * (F / F0 - t)^2. Ours are the weight lambda, gates that start open, the hidden width of 16, and F, which
-includes the gates.
+network is that of `gated_resnet34`, with the FLOPs-target loss lambda * (F / F0 - t)^2 instead of batch shaping and L0.
+Ours are the weight lambda, gates that start open, the hidden width of 16, and that F includes the gates.
 """
 from typing import Any
 

@@ -123,11 +123,11 @@ class Gate(Gating):
         return (logits > 0).to(logits.dtype)
 
     def weigh(self, mask: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """What the network multiplies by, from the mask: a saliency may scale what is open."""
+        """What the block gets, from the mask, gates in the last dimension: a saliency may scale what is open."""
         return mask
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Decide; returns what the network multiplies by, [N, num_gates + num_ungated]."""
+        """Decide; returns what the block multiplies by, [N, num_gates + num_ungated] unless `weigh` says more."""
         # Gates are too small to gain from half precision, and their decisions and losses would suffer from it.
         device_type = x.device.type
         autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
