@@ -24,7 +24,7 @@ from nets import shuffle
 from timm.models.resnet import ResNet as ResNetOfTimm
 
 from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d
-from timm_gated import accelerate, force_gates, gates, instruction_sets
+from timm_gated import ChannelGate, accelerate, force_gates, gates, instruction_sets
 from timm_gated.inference import native
 
 ROOT = Path(__file__).parents[1]
@@ -78,6 +78,10 @@ def test_kernels_were_built():
     ('gated_resnet20', (19, 37), dict(output_stride=1)),
     ('gated_resnet20_w10', (32, 32), {}),
     ('gated_resnet20', (32, 32), dict(features_only=True)),
+    ('convnet_aig_resnet18', (64, 64), {}),
+    ('convnet_aig_resnet34', (33, 65), dict(output_stride=8)),
+    ('convnet_aig_resnet50', (75, 61), dict(stem_type='deep', stem_width=32, avg_down=True)),
+    ('convnet_aig_resnet20', (19, 37), dict(features_only=True)),
     ('resnet18', (64, 64), {}),
     ('resnet26d', (64, 64), {}),
     ('cifar_resnet20', (32, 32), {}),
@@ -160,7 +164,7 @@ def test_native_computes_in_single_precision_whatever_the_input(dtype):
 
 @pytest.mark.parametrize('isa', instruction_sets())
 @pytest.mark.parametrize('name, count, size', [
-    ('gated_resnet50', 5, 64), ('gated_resnet34', 1, 224), ('gated_resnet50', 1, 224)])
+    ('gated_resnet50', 5, 64), ('gated_resnet34', 1, 224), ('gated_resnet50', 1, 224), ('convnet_aig_resnet34', 5, 64)])
 def test_threads_give_the_same_result(name, count, size, isa):
     torch.manual_seed(0)
     fast = accelerate(shuffle(timm.create_model(name)).eval(), 'native', isa)
@@ -186,6 +190,45 @@ def test_native_minds_no_default_dtype(dtype):
         assert torch.equal(fast.forward_features(x), expected)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@backends
+@pytest.mark.parametrize('name', ['convnet_aig_resnet18', 'convnet_aig_resnet50'])
+def test_skipped_blocks_are_not_computed(name, backend, isa):
+    """What is never read can hold anything."""
+    torch.manual_seed(0)
+    model = shuffle(timm.create_model(name)).eval()
+    masks = {name: torch.tensor([index % 2]) for index, (name, _) in enumerate(gates(model))}
+    with force_gates(model, masks):
+        expected = model(images())
+        for name, mask in masks.items():
+            if not mask:
+                block = model.get_submodule(name.rpartition('.')[0])
+                for conv in block.convs:
+                    nn.init.constant_(block.get_submodule(conv).weight, torch.nan)
+        actual = accelerate(model, backend, isa)(images())
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@backends
+def test_images_skip_blocks_of_their_own(backend, isa):
+    torch.manual_seed(0)
+    model = shuffle(timm.create_model('convnet_aig_resnet110')).eval()
+    x = images(4, 32, 32) * torch.tensor([0.1, 1., 3., 9.])[:, None, None, None]
+    check(model, x, backend, isa)
+    decisions = torch.cat([gate.decision for _, gate in gates(model)], 1)
+    assert len(decisions.unique(dim=0)) == 4
+
+
+class OtherGate(ChannelGate):
+    """A gate of another kind."""
+
+
+def test_other_gates_are_refused_by_name():
+    model = timm.create_model('gated_resnet20').eval()
+    model.layer2[1].gate1 = OtherGate(32, 32)
+    with pytest.raises(ValueError, match='OtherGate.*cannot be accelerated'):
+        accelerate(model)
 
 
 @backends

@@ -7,7 +7,7 @@ from nets import SMALL, TINY, dense_twin, family, shuffle
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
 
-from timm_gated import TargetRate, accelerate, count_macs, force_gates, gates, target_rate_loss
+from timm_gated import TargetRate, count_macs, force_gates, gates, target_rate_loss
 from timm_gated.convnet_aig import AigBasicBlock, AigBottleneck, AigGate
 
 AIG = [name for name in SMALL if family(name) == 'convnet_aig']
@@ -110,11 +110,6 @@ def test_parameters_are_the_published_ones():
     widths = [64] * 3 + [64] + [128] * 3 + [128] + [256] * 5 + [256] + [512] * 2
     assert extra == sum(width * HIDDEN + HIDDEN + 2 * HIDDEN + HIDDEN * 2 + 2 for width in widths)
     assert sum(p.numel() for p in model.parameters()) == 21_852_232
-
-
-def test_accelerate_refuses_the_blocks_by_name():
-    with pytest.raises(ValueError, match='AigBasicBlock.*cannot be accelerated'):
-        accelerate(timm.create_model('convnet_aig_resnet20'))
 
 
 # MACs by hand

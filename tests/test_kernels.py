@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from timm_gated import instruction_sets
 from timm_gated.inference.native import NativeRunner
-from timm_gated.inference.program import Conv, Gate, Output, Pool, Program, Subsample
+from timm_gated.inference.program import Conv, Gate, Output, Pool, Program, Skip, Subsample
 from timm_gated.inference.sliced import SlicedRunner
 
 sizes = st.integers(1, 40)
@@ -111,6 +111,29 @@ def test_gates_decide_from_the_pooled_map(channels, hidden, size, seed):
         torch.testing.assert_close(actual[~undecided], expected[~undecided], atol=1e-4, rtol=1e-4)
 
 
+@settings(max_examples=40, deadline=None)
+@given(height=sizes, width=sizes, channels=st.integers(1, 40), opened=st.booleans(), seed=st.integers(0, 10**6))
+def test_skips(height, width, channels, opened, seed):
+    """Two convolutions that run or not, with their shortcut, and one after them."""
+    torch.manual_seed(seed)
+    x = torch.randn(2, channels, height, width)
+    first, second, third = ((torch.randn(channels, channels, 3, 3) / (9 * channels) ** 0.5, torch.randn(channels))
+                            for _ in range(3))
+    program = Program(channels, [
+        constant_gate(0, channels, torch.tensor([opened])),
+        Skip(0, 2, 0, 2),
+        Conv(0, 1, *first, padding=1, relu=True),
+        Conv(1, 2, *second, padding=1, relu=True, residual=0),
+        Conv(2, 3, *third, padding=1),
+        Output(3)], num_maps=4, num_gates=1)
+    y = F.conv2d(F.conv2d(x, *first, padding=1).relu(), *second, padding=1) if opened else 0
+    run_everywhere(program, x, F.conv2d((y + x).relu(), *third, padding=1))
+
+
+def conv(source: int, target: int, **kwargs) -> Conv:
+    return Conv(source, target, torch.zeros(3, 3, 1, 1), torch.zeros(3), **kwargs)
+
+
 @pytest.mark.parametrize('ops, message', [
     ([Conv(1, 2, torch.zeros(2, 3, 1, 1), torch.zeros(2)), Output(2)], 'read before it is written'),
     ([Conv(0, 1, torch.zeros(2, 4, 1, 1), torch.zeros(2)), Output(1)], '4 channels on a map of 3'),
@@ -128,6 +151,14 @@ def test_gates_decide_from_the_pooled_map(channels, hidden, size, seed):
     ([Conv(0, 1, torch.zeros(3, 3, 1, 1), torch.zeros(3), padding=-1)], 'padding -1'),
     ([Pool(0, 1, False, 2, 1, 2, False)], 'padding 2'),
     ([Subsample(0, 1, 0, 0, 0)], 'subsampling by 0'),
+    ([Skip(0, 1, 0, 1), conv(0, 1, residual=0, relu=True)], 'a skip of 1 operations by gate 0'),  # of no gate yet
+    ([constant_gate(0, 3, torch.ones(3)), Skip(0, 1, 0, 1), conv(0, 1, residual=0, relu=True)], 'by gate 0'),
+    ([constant_gate(0, 3, torch.ones(1)), Skip(0, 1, 0, 0), conv(0, 1, residual=0, relu=True)], 'a skip of 0'),
+    ([constant_gate(0, 3, torch.ones(1)), Skip(0, 1, 0, 2), conv(0, 1, residual=0, relu=True)], 'of which there are 1'),
+    ([constant_gate(0, 3, torch.ones(1)), Skip(0, 1, 0, 1), Output(0)], 'no convolution'),
+    ([constant_gate(0, 3, torch.ones(1)), Skip(0, 1, 0, 1), conv(0, 2, residual=0, relu=True)], 'into 2 that add 0'),
+    ([constant_gate(0, 3, torch.ones(1)), Skip(0, 1, 0, 1), conv(0, 1, relu=True)], 'into 1 that add -1'),
+    ([constant_gate(0, 3, torch.ones(1)), Skip(0, 1, 0, 1), conv(0, 1, residual=0)], 'without a ReLU'),
 ])
 def test_programs_that_make_no_sense_are_refused(ops, message):
     with pytest.raises(ValueError, match=message):

@@ -199,9 +199,10 @@ def prune_with(
             raise ValueError(f'the data has no sample of class {name}, so what it needs cannot be told.')
     shares = {name: torch.from_numpy(seen.open_share[span]) for name, span in seen.spans()}
     pruned = adapt(keep_used_filters(model, shares, threshold, keep_gates))
+    pruned.eval()
     kinds = seen.kinds(threshold)
     return Pruned(
-        model=pruned.eval(),
+        model=pruned,
         gates=GateCounts(*(int((kinds == kind).sum()) for kind in range(len(GateCounts._fields)))),
         open_share=shares,
         before=Figures.of(before),
@@ -224,7 +225,8 @@ def keep_used_filters(
         keep_gates: Keep the gates that are neither; otherwise their filters always run.
     """
     blocks = _blocks_of_gates(model)
-    pruned = copy.deepcopy(model).eval()
+    pruned = copy.deepcopy(model)
+    pruned.eval()  # (by itself: mmseg's backbones return nothing from it)
     for name, share in open_share.items():
         block_name, index = blocks[name]
         gate: Any = pruned.get_submodule(name)

@@ -11,7 +11,7 @@
 static _Thread_local char message[256];
 
 /* To be raised with any change of what is called from Python, which checks it. */
-API int tg_version(void) { return 1; }
+API int tg_version(void) { return 2; }
 
 API const char *tg_error(void) { return message; }
 
@@ -226,6 +226,20 @@ API int tg_add_subsample(network_t *network, int in, int out, int stride, int be
     op->stride = stride;
     op->before = before;
     op->after = after;
+    network->num_ops++;
+    return 0;
+}
+
+/* If a gate of one decision is closed, what the next convolutions would make is the ReLU of their shortcut. */
+API int tg_add_skip(network_t *network, int in, int out, int gate, int count) {
+    if (gate < 0 || gate >= network->num_gates || network->gate_sizes[gate] != 1 || out_of_range(count, 1))
+        return fail("a skip of %d operations by gate %d", count, gate);
+    op_t *op = add(network, SKIP, in, out);
+    if (!op)
+        return -1;
+    op->kernel = op->stride = op->dilation = 1;
+    op->gate_out = gate;
+    op->count = count;
     network->num_ops++;
     return 0;
 }

@@ -13,12 +13,13 @@
 /* Floats of maps that a step works on at a time, to stay in a core's second-level cache. */
 #define CACHED_FLOATS (1 << 16)
 
-typedef enum { CONV, MAX_POOL, AVG_POOL, SUBSAMPLE, GATE, OUTPUT } kind_t;
+typedef enum { CONV, MAX_POOL, AVG_POOL, SUBSAMPLE, GATE, SKIP, OUTPUT } kind_t;
 
 typedef struct {
     kind_t kind;
     int in, out, residual;  /* buffers; -1 where there is none */
     int gate_in, gate_out;  /* gates over the inputs and the outputs of a convolution; -1: all are open */
+    int count;              /* convolutions that a skip, if its gate is closed, leaves out */
     int c_in, c_out;
     int kernel, stride, dilation, padding;
     int relu;

@@ -232,6 +232,21 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     return op->kind == CONV ? plan_conv(plan, op, step) : 0;
 }
 
+/* Whether a skip leaves out convolutions only, the last of which would have added the shortcut that is taken instead. */
+static int check_skip(const network_t *network, int index) {
+    const op_t *skip = &network->ops[index];
+    if (skip->count >= network->num_ops - index)
+        return fail("a skip of %d operations, of which there are %d", skip->count, network->num_ops - index - 1);
+    for (int i = 1; i <= skip->count; i++)
+        if (skip[i].kind != CONV)
+            return fail("a skip of an operation that is no convolution");
+    const op_t *last = &skip[skip->count];
+    if (last->out != skip->out || last->residual != skip->in || !last->relu)
+        return fail("a skip from buffer %d to %d of convolutions into %d that add %d %s a ReLU",
+                    skip->in, skip->out, last->out, last->residual, last->relu ? "before" : "without");
+    return 0;
+}
+
 /* A plan for images of one size; not safe to call from two threads for one network. */
 API plan_t *tg_plan_new(network_t *network, int height, int width) {
     if (height < 1 || width < 1 || height > MAX_PIXELS / width) {
@@ -261,7 +276,8 @@ API plan_t *tg_plan_new(network_t *network, int height, int width) {
         for (int i = 0; i < network->num_buffers; i++)
             walk.gates[i] = -1;
         for (int i = 0; i < network->num_ops && !failed; i++)
-            failed = plan_step(plan, &walk, &network->ops[i], &plan->steps[i]) != 0;
+            failed = (network->ops[i].kind == SKIP && check_skip(network, i) != 0)
+                || plan_step(plan, &walk, &network->ops[i], &plan->steps[i]) != 0;
     }
     free(walk.shapes);
     free(walk.gates);

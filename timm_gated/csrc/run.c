@@ -335,6 +335,14 @@ static void run_gate(context_t *context, const op_t *op, const step_t *step) {
     sample->num_open[op->gate_out] = count;
 }
 
+static void run_skip(context_t *context, const op_t *op, const step_t *step) {
+    range_t floats = part(context, step->in.channels * step->in.plane);
+    const float *x = context->sample->buffers[op->in];
+    float *y = context->sample->buffers[op->out];
+    for (int64_t i = floats.begin; i < floats.end; i++)
+        y[i] = x[i] < 0.f ? 0.f : x[i];
+}
+
 static void copy_out(context_t *context, const op_t *op, const step_t *step, float *out) {
     ptrdiff_t pixels = (ptrdiff_t)step->in.height * step->in.width;
     range_t channels = part(context, step->in.channels);
@@ -360,6 +368,12 @@ static void run_sample(context_t *context, const float *image, float *const *out
             case AVG_POOL: run_pool(context, op, step); break;
             case SUBSAMPLE: run_subsample(context, op, step); break;
             case GATE: run_gate(context, op, step); break;
+            case SKIP:
+                if (!context->sample->num_open[op->gate_out]) {
+                    run_skip(context, op, step);
+                    i += op->count;
+                }
+                break;
             case OUTPUT:
                 copy_out(context, op, step, *outputs + index * step->in.channels * step->in.height * step->in.width);
                 outputs++;

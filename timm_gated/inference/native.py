@@ -11,13 +11,13 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
-from .program import Conv, Gate, Op, Output, Pool, Program, Subsample
+from .program import Conv, Gate, Op, Output, Pool, Program, Skip, Subsample
 
 __all__ = ['NativeRunner', 'instruction_sets', 'why_not']
 
 _MAX_PLANS = 4  # sizes of images to keep memory for, the last ones used
 
-_VERSION = 1  # of the library's functions
+_VERSION = 2  # of the library's functions
 _SIGNATURES: Dict[str, Tuple[Any, List[Any]]] = {
     'tg_version': (c_int, []),
     'tg_error': (c_char_p, []),
@@ -28,6 +28,7 @@ _SIGNATURES: Dict[str, Tuple[Any, List[Any]]] = {
     'tg_add_gate': (c_int, [c_void_p, *[c_int] * 5, *[c_void_p] * 4]),
     'tg_add_pool': (c_int, [c_void_p, *[c_int] * 7]),
     'tg_add_subsample': (c_int, [c_void_p, *[c_int] * 5]),
+    'tg_add_skip': (c_int, [c_void_p, *[c_int] * 4]),
     'tg_add_output': (c_int, [c_void_p, c_int]),
     'tg_transformed_bytes': (c_size_t, [c_void_p]),
     'tg_plan_new': (c_void_p, [c_void_p, c_int, c_int]),
@@ -183,6 +184,8 @@ class NativeRunner:
                 network, op.average, op.source, op.target, op.kernel, op.stride, op.padding, op.ceil_mode)
         if isinstance(op, Subsample):
             return library.tg_add_subsample(network, op.source, op.target, op.stride, op.before, op.after)
+        if isinstance(op, Skip):
+            return library.tg_add_skip(network, op.source, op.target, op.gate, op.count)
         assert isinstance(op, Output)
         return library.tg_add_output(network, op.source)
 

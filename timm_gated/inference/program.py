@@ -14,11 +14,12 @@ from timm.models._features import FeatureDictNet, FeatureGetterNet, FeatureHookN
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
 
-from ..blocks import GatedBasicBlock, GatedBottleneck
+from ..blocks import GatedBasicBlock, GatedBottleneck, GatedConvs
 from ..cifar_resnet import CifarResNet, PadShortcut
+from ..convnet_aig import AigBasicBlock, AigBottleneck, AigGate
 from ..gate import ChannelGate
 
-__all__ = ['Conv', 'Gate', 'Op', 'Output', 'Pool', 'Program', 'Subsample', 'Trunk', 'compile_trunk',
+__all__ = ['Conv', 'Gate', 'Op', 'Output', 'Pool', 'Program', 'Skip', 'Subsample', 'Trunk', 'compile_trunk',
            'find_trunk', 'register_forward', 'trunk']
 
 
@@ -72,12 +73,21 @@ class Subsample:
 
 
 @dataclass
+class Skip:
+    """Leaves out the next convolutions if a gate is closed: what they would make is then the ReLU of their shortcut."""
+    source: int
+    target: int
+    gate: int
+    count: int
+
+
+@dataclass
 class Output:
     """Hands a map out."""
     source: int
 
 
-Op = Union[Conv, Gate, Pool, Subsample, Output]
+Op = Union[Conv, Gate, Pool, Subsample, Skip, Output]
 
 
 @dataclass
@@ -99,6 +109,7 @@ class Program:
 # The forward methods that this module knows: a class that overrides them computes something else.
 _known_forwards: Set[Any] = {
     nn.Sequential.forward, BasicBlock.forward, Bottleneck.forward, GatedBasicBlock.forward, GatedBottleneck.forward,
+    AigBasicBlock.forward, AigBottleneck.forward,
     ResNet.forward, ResNet.forward_features, ResNet.forward_head, CifarResNet.forward, CifarResNet.forward_features,
     CifarResNet.forward_head, FeatureDictNet.forward, FeatureListNet.forward, FeatureDictNet._collect}
 
@@ -257,6 +268,9 @@ class _Compiler:
         for gate in dict.fromkeys(gate for name in names for gate in switches.get(name, ()) if gate is not None):
             ops.append(_gate(gate, source, self._number(gate)))
         residual = self._add_shortcut(block.downsample, source)
+        if _is_switched_whole(names, switches):
+            ops.append(Skip(residual, target, self._number(switches[names[0]][1]), len(names)))
+            switches = {}
         at = source
         for name, to in zip(names, [*(_INNER1, _INNER2)[:len(names) - 1], target], strict=True):
             conv = _conv(getattr(block, name), at, to)
@@ -311,6 +325,12 @@ def _leaves(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
+def _is_switched_whole(names: Sequence[str], switches: GatedConvs) -> bool:
+    """Whether one gate decides about all outputs of all convolutions of a block."""
+    pairs = {switches.get(name, (None, None)) for name in names}
+    return len(pairs) == 1 and all(gate_in is None and gate_out is not None for gate_in, gate_out in pairs)
+
+
 def _check_block(block: nn.Module) -> None:
     if not _is_known(block):
         raise _unsupported(block, ', as its forward pass is not known')
@@ -362,12 +382,20 @@ def _fold(conv: Conv, norm: Any) -> None:
     conv.bias = (conv.bias.double() * scale + shift).to(conv.bias.dtype)
 
 
-def _gate(gate: nn.Module, source: int, number: int) -> Gate:
-    if type(gate) is not ChannelGate:
+# The layer that gives the logits of a gate, for the classes of gates that are known. (A subclass may decide otherwise.)
+_LAST_LAYERS: Dict[type, Callable[[Any], Tuple[torch.Tensor, torch.Tensor]]] = {
+    ChannelGate: lambda gate: (gate.fc2.weight.detach().clone(), gate.fc2.bias.detach().clone()),
+    AigGate: lambda gate: tuple(
+        tensor.detach()[1::2] - tensor.detach()[0::2] for tensor in (gate.fc2.weight, gate.fc2.bias)),
+}
+
+
+def _gate(gate: Any, source: int, number: int) -> Gate:
+    if type(gate) not in _LAST_LAYERS:
         raise _unsupported(gate)
     as_conv = Conv(source, source, gate.fc1.weight.detach()[:, :, None, None], gate.fc1.bias.detach())
     _fold(as_conv, gate.bn)
-    weight2, bias2 = gate.fc2.weight.detach().clone(), gate.fc2.bias.detach().clone()
+    weight2, bias2 = _LAST_LAYERS[type(gate)](gate)
     if gate.forced is not None:
         if gate.forced.ndim != 1:
             raise ValueError('gates that are forced image by image cannot be accelerated; force all images alike.')

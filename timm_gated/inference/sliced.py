@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .program import Conv, Gate, Op, Output, Pool, Program, Subsample
+from .program import Conv, Gate, Op, Output, Pool, Program, Skip, Subsample
 
 __all__ = ['SlicedRunner']
 
@@ -36,8 +36,10 @@ class SlicedRunner(nn.Module):
     def run_together(self, images: torch.Tensor) -> 'State':
         """Run images that all take the decisions of the first; returns the state at the end."""
         state = State({0: images}, {}, [])
-        for step in self.steps:
-            step(state)
+        steps = iter(self.steps)
+        for step in steps:
+            for _ in range(step(state) or 0):  # so many steps are left out
+                next(steps)
         return state
 
 
@@ -131,9 +133,20 @@ class _Subsample(_Step):
         state.maps[self.target] = F.pad(x, (0, 0, 0, 0, self.before, self.after))
 
 
+class _Skip(_Step):
+    gate: int
+    count: int
+
+    def forward(self, state: State) -> int:
+        if len(state.opened[self.gate]):
+            return 0
+        state.maps[self.target] = F.relu(state.maps[self.source])
+        return self.count
+
+
 class _Output(_Step):
     def forward(self, state: State) -> None:
         state.outputs.append(state.maps[self.source])
 
 
-_STEPS: Dict[Any, Any] = {Conv: _Conv, Gate: _Gate, Pool: _Pool, Subsample: _Subsample, Output: _Output}
+_STEPS: Dict[Any, Any] = {Conv: _Conv, Gate: _Gate, Pool: _Pool, Subsample: _Subsample, Skip: _Skip, Output: _Output}

@@ -1,0 +1,165 @@
+"""Pruned and specialised segmentors, and mmseg's own scripts on what is saved of them"""
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+
+# isort: split
+import mmseg
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from mmengine.config import Config
+from mmseg.registry import MODELS
+from mmseg_small import write_config
+from nets import shuffle
+
+from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d, SlimResNet
+from mmseg_plugin.analysis import create_segmentation
+from mmseg_plugin.backbones import backbone_cfg
+from mmseg_plugin.pruning import prune_static, specialize
+from timm_gated import accelerate, gates
+from timm_gated.export import export_onnx
+from timm_gated.narrow import inner_channels
+from timm_gated.pruning import keep_used_filters
+
+SCRIPTS = Path(mmseg.__file__).parent / '.mim' / 'tools'
+TOOL = Path(__file__).parents[1] / 'tools' / 'prune.py'
+D8 = dict(dilations=(1, 1, 2, 4), strides=(1, 2, 1, 1), contract_dilation=True)
+
+
+@torch.no_grad()
+def spread_gates(model: torch.nn.Module) -> torch.nn.Module:
+    """Gates of all kinds: some always off, some always on."""
+    shuffle(model)
+    for _, gate in gates(model):
+        gate.fc2.bias.copy_(torch.linspace(-5, 5, gate.num_gates))
+    return model
+
+
+@pytest.mark.parametrize('cls, depth, kwargs', [
+    (GatedResNet, 18, {}), (GatedResNetV1c, 50, dict(D8, gated_maps=(2,))), (GatedResNetV1d, 50, D8)])
+@pytest.mark.parametrize('keep_gates', [True, False], ids=['gated', 'plain'])
+def test_backbones(cls, depth, kwargs, keep_gates, tmp_path):
+    torch.manual_seed(0)
+    model = spread_gates(cls(depth=depth, **kwargs))
+    model.eval()
+    spread = torch.tensor([-4., 0., 4.])[:, None, None, None]  # images that differ enough for gates to differ
+    x = torch.randn(3, 3, 64, 64) * (spread + 4.2) + spread
+    with torch.no_grad():
+        expected = model(x)
+        shares = {name: gate.decision.double().mean(0) for name, gate in gates(model)}
+        if not keep_gates:  # nothing conditional, so that a plain network can be equal
+            shares = {name: (share > 0).double() for name, share in shares.items()}
+            for name, gate in gates(model):
+                gate.forced = shares[name].float()
+            expected = model(x)
+        pruned = keep_used_filters(model, shares, threshold=1., keep_gates=keep_gates)
+        assert type(pruned) is (cls if keep_gates else SlimResNet)
+        again = MODELS.build(backbone_cfg(pruned))
+        again.load_state_dict(pruned.state_dict())
+        again.eval()
+        fast = accelerate(again)
+        for outputs in (pruned(x), again(x), fast(x)):
+            for ours, theirs in zip(outputs, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    before, after = (sum(map(sum, inner_channels(net).values())) for net in (model, again))
+    assert after < before
+
+    session = onnxruntime.InferenceSession(export_onnx(again, tmp_path / 'net.onnx', (3, 64, 64)))
+    for ours, theirs in zip(session.run(None, {'images': x.numpy()}), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-4)
+
+
+@pytest.fixture(scope='module')
+def segmentation(tmp_path_factory):
+    """A config, weights, the model and its loader."""
+    folder = tmp_path_factory.mktemp('small')
+    config = write_config(folder)
+    model = MODELS.build(Config.fromfile(config).model)
+    torch.manual_seed(0)
+    spread_gates(model)
+    torch.save({'state_dict': model.state_dict()}, folder / 'gated.pth')
+    return config, folder / 'gated.pth', *create_segmentation(str(config), str(folder / 'gated.pth'))
+
+
+def test_prune_static(segmentation):
+    _, _, model, data = segmentation
+    pruned = prune_static(model, data.loader, threshold=1.)
+    assert pruned.after.accuracy == pytest.approx(pruned.before.accuracy)
+    assert pruned.gates.always_off and pruned.gates.always_on and pruned.after.dense_macs < pruned.before.dense_macs
+    batch = next(iter(data.loader))
+    ours, theirs = (net.test_step(batch)[0].seg_logits.data for net in (pruned.model, model))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_specialize(segmentation):
+    _, _, model, data = segmentation
+    classes = [13, 0, 8]
+    result = specialize(model, data.loader, classes)
+    assert isinstance(result.model.backbone, SlimResNet) and not gates(result.model)
+    assert result.model.decode_head.num_classes == 3 and isinstance(model.backbone, GatedResNet)
+    right = total = 0
+    for batch in data.loader:
+        for sample in model.test_step(batch):
+            truth, logits = sample.gt_sem_seg.data[0], sample.seg_logits.data[classes]
+            chosen = torch.isin(truth, torch.tensor(classes))
+            right += (torch.tensor(classes)[logits.argmax(0)] == truth)[chosen].double().mean()
+            total += 1
+    assert result.before.accuracy == pytest.approx(100 * float(right) / total)
+    with pytest.raises(ValueError, match='there is no class 19; the model has the classes 0 to 18'):
+        specialize(model, data.loader, [0, 19])
+
+
+def test_a_class_that_no_image_shows(segmentation):
+    _, _, model, data = segmentation
+    loader = [dict(batch) for batch in data.loader]
+    for batch in loader:
+        for sample in batch['data_samples']:
+            sample.gt_sem_seg.data[sample.gt_sem_seg.data == 4] = 255
+    with pytest.raises(ValueError, match='no sample of class 4'):
+        specialize(model, loader, [0, 4])
+
+
+def run(*command) -> str:
+    env = dict(os.environ, OMP_NUM_THREADS='1')
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=600, env=env)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def prune(*args) -> int:
+    spec = importlib.util.spec_from_file_location('prune', TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main([str(arg) for arg in args])
+
+
+def test_scripts_of_mmseg_run_what_the_tool_writes(segmentation, tmp_path, capsys):
+    config, weights, _, _ = segmentation
+    common = ['--mmseg-config', config, '--checkpoint', weights]
+    assert prune(*common, '--output', tmp_path / 'pruned') == 0
+    told = capsys.readouterr().out
+    log = run(SCRIPTS / 'test.py', tmp_path / 'pruned' / 'config.py', tmp_path / 'pruned' / 'weights.pth',
+              '--work-dir', tmp_path / 'test')
+    average = float(re.search(r'average MACs +[\d.]+ M +([\d.]+) M', told).group(1))
+    assert float(re.search(r'GMACs: ([\d.]+)', log).group(1)) == pytest.approx(average / 1e3, abs=0.01)
+
+    assert prune(*common, '--classes', 'road', 'car', '--output', tmp_path / 'special') == 0
+    assert '0 conditional' not in capsys.readouterr().out.splitlines()[-2]
+    log = run(SCRIPTS / 'train.py', tmp_path / 'special' / 'config.py', '--work-dir', tmp_path / 'train',
+              '--cfg-options', f'load_from={tmp_path / "special" / "weights.pth"}', 'train_cfg.max_iters=2')
+    assert 'road' in log and 'sidewalk' not in log and 'unexpected key' not in log
+
+    assert prune(*common, '--classes', 'road', 'horse') == 1
+    assert "there is no class 'horse'" in capsys.readouterr().err
+    assert prune(*common, '--output', tmp_path / 'special') == 1
+    assert 'special exists already' in capsys.readouterr().err
+    assert prune(*common, '--classes', 'road', 'car', '--epochs', 2) == 1
+    assert 'tools/train.py' in capsys.readouterr().err
