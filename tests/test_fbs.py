@@ -30,9 +30,10 @@ def densities(model: nn.Module) -> set:
 
 
 def test_winners_by_hand():
-    saliency = torch.tensor([[0.1, 0.9, 0.5, 0.3], [0., 0., 0., 2.], [1., 1., 1., 1.]])
-    assert winners(saliency, torch.tensor(2)).tolist() == [[0, 1, 1, 0], [1, 0, 0, 1], [1, 1, 0, 0]]
-    assert winners(saliency, torch.tensor(4)).min() == 1
+    scores = torch.tensor([[0.1, 0.9, 0.5, 0.3], [-0.1, -0.3, -0.2, 2.], [1., 1., 1., 1.]])
+    mask = winners(scores, torch.tensor(2))
+    assert mask[:2].tolist() == [[0, 1, 1, 0], [1, 0, 0, 1]] and mask[2].sum() == 2
+    assert winners(scores, torch.tensor(4)).min() == 1
 
 
 @pytest.mark.parametrize('density, num_gates, expected', [
@@ -50,10 +51,11 @@ def test_state_of_the_gate():
     gate.set_density(0.5)
     x = images(5, 8).abs()
     scale, mask = gate(x).unbind(1)
-    assert torch.equal(gate.logits, torch.relu(x @ gate.fc.weight.T + gate.fc.bias)) and not gate.log_odds
-    assert torch.equal(mask, gate.mask) and torch.equal(mask, gate.decision)
-    assert torch.equal(scale, mask * gate.logits)
-    assert (gate.logits * mask).sum(1).tolist() == pytest.approx(gate.logits.topk(3).values.sum(1).tolist())
+    torch.testing.assert_close(gate.logits, x @ gate.fc.weight.T + gate.fc.bias)
+    saliency = torch.relu(gate.logits)
+    assert torch.equal(mask, gate.mask) and torch.equal(mask, gate.decision) and not gate.log_odds
+    assert torch.equal(scale, mask * saliency) and (gate.logits < 0).any()
+    assert scale.sum(1).tolist() == pytest.approx(saliency.topk(3).values.sum(1).tolist())
 
 
 def test_saliencies_start_around_one():
@@ -94,8 +96,8 @@ def test_block_by_hand():
     out = block(x)
     closed = block.gate1.decision == 0
     assert closed.sum(1).tolist() == [3, 3] and not seen['inner'][closed].any() and seen['inner'][~closed].any()
-    torch.testing.assert_close(block.gate1.logits, torch.relu(block.gate1.fc(x.abs().mean((2, 3)))))
-    torch.testing.assert_close(block.gate2.logits, torch.relu(block.gate2.fc(seen['inner'].mean((2, 3)))))
+    torch.testing.assert_close(block.gate1.logits, block.gate1.fc(x.abs().mean((2, 3))))
+    torch.testing.assert_close(block.gate2.logits, block.gate2.fc(seen['inner'].mean((2, 3))))
     skipped = block.gate2.decision == 0
     assert torch.equal(out[skipped], torch.relu(x)[skipped])
 
@@ -161,7 +163,7 @@ def test_the_default_is_half_of_the_macs(name):
 def test_l1_by_hand():
     model = timm.create_model('fbs_resnet20', saliency_weight=0.5, **THIN).train()
     result = ClassificationTask(model, nn.CrossEntropyLoss(), verbose=False)(images(4, 3, 16, 16), torch.arange(4))
-    expected = sum(gate.logits.sum() for _, gate in gates(model)) / 4
+    expected = sum(torch.relu(gate.logits).sum() for _, gate in gates(model)) / 4
     torch.testing.assert_close(result['saliency_loss'], expected)
     torch.testing.assert_close(result['loss'], result['task_loss'] + 0.5 * expected)
     assert timm.create_model('fbs_resnet20').gate_losses.saliency_weight == 1e-8
@@ -180,6 +182,7 @@ def test_schedule(epochs, expected):
     (dict(density=1.5), 'density must be a share of the channels, at most 1, got 1.5'),
     (dict(density_epochs=(3, 1)), 'density_epochs must satisfy'),
     (dict(saliency_weight=-1), 'saliency_weight must be a number >= 0, got -1'),
+    (dict(inner_channels={'layer1.0': [9]}), 'only maps under a ChannelGate .* SaliencyGate'),
     (dict(budget=0.5), 'decided by its density, not learnt.* got budget=0.5'),
 ])
 def test_bad_options(kwargs, message):

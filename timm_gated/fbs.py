@@ -39,16 +39,16 @@ IMAGENET_RECIPE: Dict[str, Any] = dict(density_epochs=(0, 30))
 CIFAR10_RECIPE: Dict[str, Any] = dict(density_epochs=(0, 100))
 
 
-def winners(saliency: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Mask of the largest values of each row; of equal ones, the first.
+def winners(scores: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Mask of the largest values of each row; of equal ones, any.
 
     Args:
-        saliency: [N, channels].
+        scores: [N, channels].
         count: How many win, a number in a tensor: it changes in training, and a compiled graph need not.
     """
-    order = saliency.argsort(dim=1, descending=True, stable=True)
-    won = torch.arange(saliency.shape[1], device=saliency.device) < count
-    return torch.zeros_like(saliency).scatter(1, order, won.to(saliency.dtype).expand_as(saliency))
+    order = scores.argsort(dim=1, descending=True)
+    won = torch.arange(scores.shape[1], device=scores.device) < count
+    return torch.zeros_like(scores).scatter(1, order, won.to(scores.dtype).expand_as(scores))
 
 
 def boost(x: torch.Tensor, weights: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,8 @@ def boost(x: torch.Tensor, weights: torch.Tensor, shift: torch.Tensor) -> torch.
 class SaliencyGate(Gate):
     """Keeps the most salient of a convolution's outputs, by the pooled magnitudes of its input, [N, in_channels].
 
-    Its `logits` are the saliencies. What it hands to the block is [N, 2, num_gates]: mask * saliency, and the mask.
+    Its `logits` are the saliencies before their ReLU: where that leaves zeros, they tell which of them is the larger.
+    What it hands to the block is [N, 2, num_gates]: mask * saliency, and the mask.
 
     Args:
         in_channels: Channels of the input.
@@ -113,7 +114,7 @@ class SaliencyGate(Gate):
         return f'density={self.density:.3g}'
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.fc(x))
+        return self.fc(x)
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         return self.decide(logits)
@@ -122,7 +123,7 @@ class SaliencyGate(Gate):
         return winners(logits.detach(), self.num_open)
 
     def weigh(self, mask: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return torch.stack((mask * logits, mask), dim=1)
+        return torch.stack((mask * torch.relu(logits), mask), dim=1)
 
 
 class FbsBasicBlock(BasicBlock):
@@ -234,8 +235,8 @@ class Suppression(Objective):
         _set_density(model, self.density_at(epoch))
 
     def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
-        saliencies = gate_scores(model)
-        return {'saliency_loss': Term(saliencies.abs().sum(1).mean(), self.saliency_weight, 'saliency_weight')}
+        saliencies = torch.relu(gate_scores(model))
+        return {'saliency_loss': Term(saliencies.sum(1).mean(), self.saliency_weight, 'saliency_weight')}
 
     def stats(self, model: nn.Module) -> Dict[str, torch.Tensor]:
         return gate_density(model)
