@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from timm_gated import Gating, force_gates, gates, list_gated_models
 from timm_gated.fbs import SaliencyGate
+from timm_gated.gaternet import Gater
 
 # Every gated model of every method. A method that registers its models joins all tests that are parametrised by these.
 GATED = list_gated_models()
@@ -80,6 +81,10 @@ def shuffle(model: nn.Module, seed: int = 0) -> nn.Module:
             uniform(layer.weight, -bound, bound)
         if layers:
             uniform(layers[-1].bias, -1., 1.)
+    for module in model.modules():
+        if isinstance(module, Gater):
+            uniform(module.fc2.weight, -1., 1.)
+            uniform(module.fc2.bias, -1., 1.)
     return model
 
 

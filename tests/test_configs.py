@@ -30,6 +30,7 @@ RIVALS = {
     },
     'dgnet': PAPER,
     'fbs': PAPER,
+    'gaternet': PAPER,
 }
 
 
@@ -126,6 +127,7 @@ def test_target_rates(path):
 STATED = {
     'dgnet': ('mac_budget', 'budget', r'weight 10 \(ours\)'),
     'fbs': ('gate_losses', 'density', r'L1 on the\n# saliencies, weight 1e-8'),
+    'gaternet': ('gate_losses', 'sparsity', 'mean\n# over gates'),
 }
 
 

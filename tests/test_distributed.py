@@ -1,4 +1,4 @@
-"""Two gloo processes train a gated model through the task and end with equal parameters"""
+"""Two gloo processes train gated models of several methods through the task and end with equal parameters"""
 import subprocess
 import sys
 from pathlib import Path

@@ -16,6 +16,7 @@ from .fbs import Suppression
 from .gate import ChannelGate, Gate, GatePool, Gating, force_gates, gates
 from .gated_net import GatedNet, checkpoint_filter_fn, list_gated_models
 from .gated_resnet import GatedResNet
+from .gaternet import GateSparsity
 from .inference import accelerate, instruction_sets
 from .losses import BatchShapingLoss, L0Loss, batch_shaping_loss, l0_loss
 from .macs import MacCounter, MacFormula, Macs, count_macs
@@ -35,6 +36,7 @@ __all__ = [
     'GateCounts',
     'GateLosses',
     'GatePool',
+    'GateSparsity',
     'GateStatistics',
     'GatedBasicBlock',
     'GatedBottleneck',
