@@ -41,7 +41,7 @@ class _GatedBlock(nn.Module):
         **kwargs: As for mmseg's block.
     """
 
-    allowed_maps: Sequence[Tuple[int, ...]]  # the last one is the default
+    inner_maps: Tuple[int, ...]
 
     def __init__(
             self,
@@ -54,7 +54,7 @@ class _GatedBlock(nn.Module):
         # mmseg checkpoints re-entrantly, which would cut the gates' logits off from their gradient: done here instead.
         super().__init__(inplanes=inplanes, with_cp=False, **kwargs)
         self.recompute = with_cp
-        self.gated_maps = check_maps(self.allowed_maps[-1] if gated_maps is None else gated_maps, self.allowed_maps)
+        self.gated_maps = check_maps(self.inner_maps if gated_maps is None else gated_maps, self.inner_maps)
         self.gate_pool = GatePool()
         self._masks: Dict[int, torch.Tensor] = {}
         for index in self.gated_maps:
@@ -65,7 +65,7 @@ class _GatedBlock(nn.Module):
     @property
     def gated_convs(self) -> GatedConvs:
         gate = {index: getattr(self, f'gate{index}') for index in self.gated_maps}
-        num_convs = len(self.allowed_maps[-1]) + 1
+        num_convs = len(self.inner_maps) + 1
         return {f'conv{index}': (gate.get(index - 1), gate.get(index)) for index in range(1, num_convs + 1)}
 
     def _apply_mask(self, index: int, conv: nn.Module, args: Tuple[torch.Tensor, ...]) -> Tuple[torch.Tensor, ...]:
@@ -73,10 +73,10 @@ class _GatedBlock(nn.Module):
         return args if mask is None else (apply_gate(args[0], mask), *args[1:])
 
     def _gated_forward(self, x: torch.Tensor) -> torch.Tensor:
-        present = {index: gate for index in self.gated_maps if (gate := getattr(self, f'gate{index}')) is not None}
+        present = [index for index in self.gated_maps if getattr(self, f'gate{index}') is not None]
         if present:  # pruning may have taken all gates away
             pooled = self.gate_pool(x)
-            self._masks = {index: gate(pooled) for index, gate in present.items()}
+            self._masks = {index: getattr(self, f'gate{index}')(pooled) for index in present}
         try:
             return super().forward(x)
         finally:
@@ -90,12 +90,12 @@ class _GatedBlock(nn.Module):
 
 class GatedBasicBlock(_GatedBlock, BasicBlock):
     """mmseg's BasicBlock with a gate over its inner map."""
-    allowed_maps = ((1,),)
+    inner_maps = (1,)
 
 
 class GatedBottleneck(_GatedBlock, Bottleneck):
     """mmseg's Bottleneck with gates over its two inner maps, or one of them."""
-    allowed_maps = ((1,), (2,), (1, 2))
+    inner_maps = (1, 2)
 
 
 @MODELS.register_module()
@@ -136,7 +136,7 @@ class GatedResNet(ResNet):
 
     def make_res_layer(self, **kwargs) -> nn.Module:
         if self._zero_init:
-            last_norm = f'norm{len(kwargs["block"].allowed_maps[-1]) + 1}'
+            last_norm = f'norm{len(kwargs["block"].inner_maps) + 1}'
             kwargs['init_cfg'] = dict(type='Constant', val=0, override=dict(name=last_norm))
         return super().make_res_layer(**kwargs, **self._gate_args)
 

@@ -3,6 +3,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import timm
 import torch
 from mmseg_small import write_config
 from small_analysis import CLASSES, MODEL_KWARGS, make_net, write_images
+
+from timm_gated import gates
 
 TOOLS = Path(__file__).parents[1] / 'tools'
 NET = ['--model', 'gated_resnet20', '--model-kwargs', 'layers=(1,1,1)', 'channels=(8,8,8)', '--num-classes', '7']
@@ -168,3 +171,42 @@ def test_benchmark_runs(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(TOOLS))  # as for a script
     main('benchmark_analysis', '--images', '2', '--batch-size', '2', '--rounds', '1')
     assert re.search(r'plain [\d.]+ s, recorded [\d.]+ s, [\d.]+ times as long', capsys.readouterr().out)
+
+
+def test_prune(data, checkpoints, tmp_path):
+    shutil.copytree(data / 'validation', tmp_path / 'images' / 'train')
+    shutil.copytree(data / 'validation', tmp_path / 'images' / 'validation')
+    options = [
+        *NET, '--checkpoint', checkpoints / 'gated.pth.tar', '--data-dir', tmp_path / 'images', '--workers', '0',
+        '--batch-size', '16', '--threshold', '0.8']
+    done = run('prune', *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r'layer1.0.gate1: \d dead.*, \d always on.*, \d conditional', lines[0])
+    listed = re.search(r'(\d) dead \(([\d, -]+)\)', done.stdout)
+    count = sum(len(range(int(a), int(b or a) + 1)) for a, b in re.findall(r'(\d+)(?:-(\d+))?', listed.group(2)))
+    assert int(listed.group(1)) == count
+    assert 'parameters' in done.stdout and 'Pruned network' not in done.stdout
+
+    assert main('prune', *options, '--output', tmp_path / 'pruned') == 0
+    pruned = timm.create_model(f'local-dir:{tmp_path / "pruned"}', pretrained=True)
+    assert sum(p.numel() for p in pruned.parameters()) < sum(p.numel() for p in make_net().parameters())
+
+    done = run(
+        'prune', *options, '--classes', 'gnu', 'ant', '--split', 'train', '--eval-split', 'validation', '--epochs', '1',
+        '--output', tmp_path / 'two')
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert 'fine-tuning: 100%' in done.stderr and 'figures: 100%' in done.stderr
+    two = timm.create_model(f'local-dir:{tmp_path / "two"}', pretrained=True)
+    assert two.num_classes == 2 and not gates(two)
+
+
+@pytest.mark.parametrize('more, message', [
+    (['--classes', 'ant', 'elk'], "there is no class 'elk'; the classes: ant, bee"),
+    (['--classes', 'ant'], 'two or more different labels'),
+    (['--threshold', '0.5'], r'threshold must be in \(0.5, 1\], got 0.5'),
+])
+def test_mistakes_with_prune(data, checkpoints, more, message, capsys):
+    options = [*NET, '--checkpoint', checkpoints / 'gated.pth.tar', '--data-dir', data, '--workers', '0']
+    assert main('prune', *options, *more) == 1
+    assert re.search(message, capsys.readouterr().err)

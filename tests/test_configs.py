@@ -87,6 +87,13 @@ def test_recipe(config):
     assert getattr(cfg, 'device_modules', None) == (['timm_gated'] if gates(model) or 'cifar' in cfg.model else None)
 
 
+ABLATIONS = {
+    'gated_resnet20_before_relu': {'gate_before_act'},
+    'gated_resnet20_all_maps': {'gated_maps'},
+    'gated_resnet20_sparser_prior': {'prior_end', 'prior_epochs'},
+}
+
+
 def test_losses(config):
     cfg, paper = load(config), PAPER[config.parent.name]
     model = timm.create_model(cfg.model, **getattr(cfg, 'model_kwargs', {}))
@@ -110,7 +117,7 @@ def test_losses(config):
         assert weights(paper['lam_ends']) == weights(first_ramped) == (0., 0.)
         assert weights(ramped) == weights(last) == (0., cfg.model_kwargs['gamma'])
         # Only gamma is stated, so that --model-kwargs gamma=…, which replaces all of model_kwargs, loses nothing.
-        assert set(cfg.model_kwargs) == {'gamma'}
+        assert set(cfg.model_kwargs) == {'gamma', *ABLATIONS.get(config.stem, ())}
 
 
 @pytest.mark.parametrize('path', sorted(ROOT.glob('*/convnet_aig_*.yaml')), ids=lambda path: path.stem)

@@ -6,8 +6,7 @@ import torch.nn as nn
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
 
-from timm_gated import ChannelGate, MacBudget, accelerate, count_macs, force_gates, gates, objectives
-from timm_gated.pruning import prune_static
+from timm_gated import ChannelGate, MacBudget, accelerate, count_macs, force_gates, gates, objectives, prune_static
 
 THIN = dict(num_classes=4, channels=(8, 8, 16, 16))
 

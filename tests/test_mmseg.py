@@ -121,7 +121,7 @@ def schedule_hook(loss_name: str, schedule: str, begin: float, end: float, **kwa
 
 @pytest.mark.parametrize('build, message', [
     (lambda: GatedResNet(depth=18, gate_cfg=dict(hiden=8)), 'gates have the options hidden_channels.*got hiden'),
-    (lambda: GatedResNet(depth=18, gated_maps=(2,)), r'gated_maps of this block must be \(1,\), got'),
+    (lambda: GatedResNet(depth=18, gated_maps=(2,)), r'gated_maps of this block must be one or more of \(1,\), got'),
     (lambda: MODELS.build(dict(type='BatchShapingLoss', loss_weight=-1)), 'loss_weight must be a number >= 0, got -1'),
     (lambda: MODELS.build(dict(type='L0Loss', reduction='none')), "'none'"),
     (lambda: MODELS.build(dict(type='L0Loss', loss_name='l0')), "loss_name must contain 'loss'"),

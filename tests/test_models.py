@@ -161,7 +161,7 @@ def test_inner_widths(name, width):
             assert block.conv2.out_channels == planes
 
 
-@pytest.mark.parametrize('gated_maps', [(1,), (2,), (1, 2), [1]])
+@pytest.mark.parametrize('gated_maps', [(1,), (2,), (1, 2), [1], (0, 3)])
 def test_gated_maps(gated_maps):
     model = timm.create_model('gated_resnet50', gated_maps=gated_maps, num_classes=3)
     assert {n.rsplit('.', 1)[1] for n, _ in gates(model)} == {f'gate{i}' for i in gated_maps}
@@ -169,9 +169,9 @@ def test_gated_maps(gated_maps):
     assert model.eval()(images()).shape == (2, 3)
 
 
-@pytest.mark.parametrize('gated_maps', [(3,), (), (0, 1), 1])
+@pytest.mark.parametrize('gated_maps', [(4,), (), (1, 1), 1])
 def test_bad_gated_maps(gated_maps):
-    with pytest.raises(ValueError, match=r'gated_maps .*\(1,\) or \(2,\) or \(1, 2\), got'):
+    with pytest.raises(ValueError, match=r'gated_maps .* one or more of \(0, 1, 2, 3\), got'):
         timm.create_model('gated_resnet50', gated_maps=gated_maps, device='meta')
 
 

@@ -22,7 +22,8 @@ def test_there_are_snippets():
 
 
 @pytest.mark.parametrize('index', range(len(SNIPPETS)))
-def test_snippet_runs(index):
+def test_snippet_runs(index, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
     torch.manual_seed(0)
     exec(compile(SNIPPETS[index], f'README.md, python snippet {index}', 'exec'), {})
 

@@ -12,16 +12,19 @@ from .blocks import GatedBasicBlock, GatedBottleneck
 from .budget import MacBudget, budget_loss, mac_formula
 from .cifar_resnet import CifarResNet, GatedCifarResNet
 from .convnet_aig import TargetRate, target_rate_loss
+from .export import export_onnx, export_program
 from .fbs import Suppression
 from .gate import ChannelGate, Gate, GatePool, Gating, force_gates, gates
 from .gated_net import GatedNet, checkpoint_filter_fn, list_gated_models
 from .gated_resnet import GatedResNet
 from .gaternet import GateSparsity
+from .hub import save_pretrained
 from .inference import accelerate, instruction_sets
 from .losses import BatchShapingLoss, L0Loss, batch_shaping_loss, l0_loss
 from .macs import MacCounter, MacFormula, Macs, count_macs
 from .objective import GateLosses, Objective, Step, Term, objectives, shape_features
-from .priors import Beta, Normal, Prior, RelaxedBernoulli, Uniform, create_prior
+from .priors import Beta, Mixture, Normal, Prior, RelaxedBernoulli, Uniform, create_prior
+from .pruning import Pruned, prune_static, specialize
 from .schedules import linear_anneal, linear_warmup
 from .statistics import GateCounts, GateStatistics
 from .task import ObjectiveTask, extend_timm_tasks
@@ -49,10 +52,12 @@ __all__ = [
     'MacCounter',
     'MacFormula',
     'Macs',
+    'Mixture',
     'Normal',
     'Objective',
     'ObjectiveTask',
     'Prior',
+    'Pruned',
     'RelaxedBernoulli',
     'Step',
     'Suppression',
@@ -67,6 +72,8 @@ __all__ = [
     'checkpoint_filter_fn',
     'count_macs',
     'create_prior',
+    'export_onnx',
+    'export_program',
     'extend_timm_tasks',
     'force_gates',
     'gates',
@@ -77,7 +84,10 @@ __all__ = [
     'list_gated_models',
     'mac_formula',
     'objectives',
+    'prune_static',
+    'save_pretrained',
     'shape_features',
+    'specialize',
     'target_rate_loss',
 ]
 

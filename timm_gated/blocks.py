@@ -1,14 +1,15 @@
 """Gated residual blocks
 
-timm's residual blocks with the inner feature maps switched per image by gates that read the block's input.
+timm's residual blocks with feature maps switched per image by gates that read the block's input.
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
-The gate multiplies after the activation: the forward values are the same as before a ReLU, but a closed filter then
-gets no gradient, which the paper found to be what makes training stable. The paper does not say which maps of a
-bottleneck are gated; here both inner maps are, each by a gate of its own, unless `gated_maps` says otherwise.
+By default the inner maps are gated, after the activation: the forward values are the same as before a ReLU, but a
+closed filter then gets no gradient, which the paper found to be what makes training stable. Other positions, which it
+tried and found worse, are options. It does not say which maps of a bottleneck are gated; here both inner ones are, each
+by a gate of its own.
 """
-from typing import Callable, Dict, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
@@ -22,26 +23,35 @@ __all__ = ['GatedBasicBlock', 'GatedBottleneck', 'GatedConvs', 'check_maps']
 # decision of a gate stands for an equal share of them: a filter, or, if it is the only one, the whole convolution.
 GatedConvs = Dict[str, Tuple[Optional[Gate], Optional[Gate]]]
 
-
-def check_maps(gated_maps: Sequence[int], allowed: Sequence[Tuple[int, ...]]) -> Tuple[int, ...]:
-    """Validate which inner maps of a block are gated and return them as a tuple."""
-    if not isinstance(gated_maps, Sequence) or tuple(sorted(gated_maps)) not in allowed:
-        raise ValueError(f'gated_maps of this block must be {" or ".join(map(str, allowed))}, got {gated_maps!r}.')
-    return tuple(gated_maps)
+Masks = Dict[int, torch.Tensor]
 
 
-class GatedBasicBlock(BasicBlock):
-    """timm's BasicBlock with a gate over its inner map.
+def check_maps(gated_maps: Any, maps: Sequence[int]) -> Tuple[int, ...]:
+    """Validate which maps of a block are gated and return them as a tuple."""
+    given = tuple(gated_maps) if isinstance(gated_maps, Sequence) else ()
+    if not given or len(set(given)) < len(given) or not set(given) <= set(maps):
+        raise ValueError(f'gated_maps of this block must be one or more of {tuple(maps)}, got {gated_maps!r}.')
+    return given
+
+
+class _GatedBlock(nn.Module):
+    """Mixin over timm's blocks: the gates, and where they go.
+
+    Maps are counted by the convolutions before them: 0 is the block's input, as its first convolution reads it, and the
+    last one is the residual branch, before it is added to the shortcut.
 
     Args:
         inplanes: Input channel dimensionality.
-        planes: Output channel dimensionality.
-        stride: Stride of the first convolution.
+        planes: Used to determine output channel dimensionalities.
+        stride: Stride of the block.
         downsample: Optional downsample layer for the residual path.
-        gated_maps: Which inner maps are gated; there is one, 1. (Pruning may take its gate away.)
+        gated_maps: Which maps are gated; by default the inner ones.
+        gate_before_act: Switch inner maps before their activation instead of after it.
         gate_layer: Makes a gate from (in_channels, num_gates).
-        **kwargs: As for timm's BasicBlock.
+        **kwargs: As for timm's block.
     """
+
+    num_convs: int
 
     def __init__(
             self,
@@ -49,7 +59,8 @@ class GatedBasicBlock(BasicBlock):
             planes: int,
             stride: int = 1,
             downsample: Optional[nn.Module] = None,
-            gated_maps: Sequence[int] = (1,),
+            gated_maps: Optional[Sequence[int]] = None,
+            gate_before_act: bool = False,
             gate_layer: Callable[..., Gate] = ChannelGate,
             device=None,
             dtype=None,
@@ -57,28 +68,62 @@ class GatedBasicBlock(BasicBlock):
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__(inplanes, planes, stride, downsample, **kwargs, **dd)
-        check_maps(gated_maps, ((1,),))
+        convs = [getattr(self, f'conv{index}') for index in range(1, self.num_convs + 1)]
+        for conv in convs:
+            if conv.groups > 1:
+                raise ValueError(f'gates need plain convolutions: cardinality must be 1, got {conv.groups}.')
+        maps = range(self.num_convs + 1)
+        gated_maps = check_maps(maps[1:-1] if gated_maps is None else gated_maps, maps)
+        self.gate_before_act = gate_before_act
         self.gate_pool = GatePool()
-        self.gate1: Optional[Gate] = gate_layer(inplanes, self.conv1.out_channels, **dd)
+        channels = [inplanes, *(conv.out_channels for conv in convs)]
+        for index in maps:  # (None rather than nothing for maps without a gate, as after pruning)
+            gate = gate_layer(inplanes, channels[index], **dd) if index in gated_maps else None
+            self.add_module(f'gate{index}', gate)
 
     @property
     def gated_convs(self) -> GatedConvs:
-        return {'conv1': (None, self.gate1), 'conv2': (self.gate1, None)}
+        gates: List[Any] = [getattr(self, f'gate{index}') for index in range(self.num_convs + 1)]
+        return {f'conv{index}': (gates[index - 1], gates[index]) for index in range(1, self.num_convs + 1)}
+
+    def _decide(self, x: torch.Tensor) -> Masks:
+        """Masks of the gated maps; the input is pooled once for all gates."""
+        masks: Masks = {}
+        pooled = None
+        for index in range(self.num_convs + 1):
+            gate = getattr(self, f'gate{index}')
+            if gate is not None:
+                pooled = self.gate_pool(x) if pooled is None else pooled
+                masks[index] = gate(pooled)
+        return masks
+
+    def _activate(self, x: torch.Tensor, act: nn.Module, masks: Masks, index: int) -> torch.Tensor:
+        """An inner map, activated and switched."""
+        return act(_switch(x, masks, index)) if self.gate_before_act else _switch(act(x), masks, index)
+
+
+def _switch(x: torch.Tensor, masks: Masks, index: int) -> torch.Tensor:
+    return apply_gate(x, masks[index]) if index in masks else x
+
+
+class GatedBasicBlock(_GatedBlock, BasicBlock):
+    """timm's BasicBlock with gated maps: by default the inner one, 1. Arguments as for `_GatedBlock`."""
+
+    num_convs = 2
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shortcut = x
-        mask = self.gate1(self.gate_pool(x)) if self.gate1 is not None else None
+        masks = self._decide(x)
 
-        x = self.conv1(x)
+        x = self.conv1(_switch(x, masks, 0))
         x = self.bn1(x)
         x = self.drop_block(x)
-        x = self.act1(x)
-        if mask is not None:
-            x = apply_gate(x, mask)
+        x = self._activate(x, self.act1, masks, 1)
         x = self.aa(x)  # type: ignore[misc]
 
         x = self.conv2(x)
         x = self.bn2(x)
+        x = _switch(x, masks, 2)
 
         if self.se is not None:
             x = self.se(x)
@@ -94,68 +139,28 @@ class GatedBasicBlock(BasicBlock):
         return x
 
 
-class GatedBottleneck(Bottleneck):
-    """timm's Bottleneck with gates over its two inner maps, or one of them.
+class GatedBottleneck(_GatedBlock, Bottleneck):
+    """timm's Bottleneck with gated maps: by default the two inner ones, 1 and 2. Arguments as for `_GatedBlock`."""
 
-    Args:
-        inplanes: Input channel dimensionality.
-        planes: Used to determine output channel dimensionalities.
-        stride: Stride of the 3x3 convolution.
-        downsample: Optional downsample layer for the residual path.
-        gated_maps: Which inner maps are gated: 1 is the map after conv1, 2 the map after conv2.
-        gate_layer: Makes a gate from (in_channels, num_gates).
-        **kwargs: As for timm's Bottleneck.
-    """
-
-    def __init__(
-            self,
-            inplanes: int,
-            planes: int,
-            stride: int = 1,
-            downsample: Optional[nn.Module] = None,
-            gated_maps: Sequence[int] = (1, 2),
-            gate_layer: Callable[..., Gate] = ChannelGate,
-            device=None,
-            dtype=None,
-            **kwargs,
-    ) -> None:
-        dd = {'device': device, 'dtype': dtype}
-        super().__init__(inplanes, planes, stride, downsample, **kwargs, **dd)
-        check_maps(gated_maps, ((1,), (2,), (1, 2)))
-        if self.conv2.groups > 1:
-            raise ValueError(f'gates need plain convolutions: cardinality must be 1, got {self.conv2.groups}.')
-        self.gate_pool = GatePool()
-        self.gate1 = gate_layer(inplanes, self.conv1.out_channels, **dd) if 1 in gated_maps else None
-        self.gate2 = gate_layer(inplanes, self.conv2.out_channels, **dd) if 2 in gated_maps else None
-
-    @property
-    def gated_convs(self) -> GatedConvs:
-        return {'conv1': (None, self.gate1), 'conv2': (self.gate1, self.gate2), 'conv3': (self.gate2, None)}
+    num_convs = 3
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shortcut = x
-        mask1 = mask2 = None
-        if self.gate1 is not None or self.gate2 is not None:
-            pooled = self.gate_pool(x)
-            mask1 = self.gate1(pooled) if self.gate1 is not None else None
-            mask2 = self.gate2(pooled) if self.gate2 is not None else None
+        masks = self._decide(x)
 
-        x = self.conv1(x)
+        x = self.conv1(_switch(x, masks, 0))
         x = self.bn1(x)
-        x = self.act1(x)
-        if mask1 is not None:
-            x = apply_gate(x, mask1)
+        x = self._activate(x, self.act1, masks, 1)
 
         x = self.conv2(x)
         x = self.bn2(x)
         x = self.drop_block(x)
-        x = self.act2(x)
-        if mask2 is not None:
-            x = apply_gate(x, mask2)
+        x = self._activate(x, self.act2, masks, 2)
         x = self.aa(x)  # type: ignore[misc]
 
         x = self.conv3(x)
         x = self.bn3(x)
+        x = _switch(x, masks, 3)
 
         if self.se is not None:
             x = self.se(x)

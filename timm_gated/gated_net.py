@@ -134,7 +134,8 @@ def create_gated_net(
 
     The options of the gates and of the objective are flat keyword arguments, so that one of them can be changed from a
     command line. Those of the objective have the names of its signature, those of the gates `gate_` before it:
-    `gate_temperature`, `gate_bias`, and `gate_hidden` for hidden channels. `gated_maps` goes to the blocks.
+    `gate_temperature`, `gate_bias`, and `gate_hidden` for hidden channels. `gated_maps` and
+    `gate_before_act` go to the blocks.
 
     Args:
         model_cls: A `GatedNet`.
@@ -151,8 +152,7 @@ def create_gated_net(
     names = {f'gate_{option.removesuffix("_channels")}': option for option in _options(gate_layer)}
     gate_args = {option: kwargs.pop(name) for name, option in names.items() if name in kwargs}
     gated_block_args = dict(kwargs.get('block_args') or {}, gate_layer=partial(gate_layer, **gate_args))
-    if 'gated_maps' in kwargs:
-        gated_block_args['gated_maps'] = kwargs.pop('gated_maps')
+    gated_block_args.update({k: kwargs.pop(k) for k in ('gated_maps', 'gate_before_act') if k in kwargs})
     model = build_model(
         model_cls,
         variant,

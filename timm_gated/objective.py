@@ -15,7 +15,7 @@ import torch.nn as nn
 from .checks import check_number
 from .gate import Gate, gates
 from .losses import batch_shaping_loss, check_reduction, l0_loss
-from .priors import Prior, create_prior
+from .priors import Mixture, Prior, create_prior
 from .schedules import Epochs, check_epochs, linear_anneal, linear_warmup
 from .snapshots import GateSnapshots
 
@@ -112,6 +112,8 @@ class GateLosses(Objective):
         gamma: Weight of the L0 loss.
         gamma_epochs: Epochs over which `gamma` is ramped up linearly from zero, or 'fixed'.
         prior: Prior of each gate's sigmoid(logit) over the batch: an object, a name, or a dict with its `type`.
+        prior_end: Another prior, a sparser one, say, that takes its place step by step: a mixture of the two.
+        prior_epochs: Epochs over which it does, linearly.
         lam_reduction: 'sum' over the gates (the paper's text) or 'mean' (its authors' loss release).
         gamma_reduction: 'mean' over the gates, or 'sum' (the paper's formula).
         log_interval: Training steps between two lines of the log.
@@ -126,6 +128,8 @@ class GateLosses(Objective):
             gamma: float = 0.05,
             gamma_epochs: Epochs = 'fixed',
             prior: PriorSpec = 'beta',
+            prior_end: Optional[PriorSpec] = None,
+            prior_epochs: Optional[Tuple[float, float]] = None,
             lam_reduction: str = 'sum',
             gamma_reduction: str = 'mean',
             log_interval: int = 50,
@@ -137,7 +141,11 @@ class GateLosses(Objective):
         self.gamma = check_number(gamma, 'gamma', minimum=0)
         self.lam_epochs = check_epochs(lam_epochs, 'lam_epochs')
         self.gamma_epochs = check_epochs(gamma_epochs, 'gamma_epochs')
-        self.prior = create_prior(prior)
+        if (prior_end is None) != (prior_epochs is None):
+            raise ValueError(
+                f'prior_end and prior_epochs belong together, got {prior_end!r} and {prior_epochs!r}.')
+        self.prior = create_prior(prior) if prior_end is None else Mixture(prior, prior_end, share=0.)
+        self.prior_epochs = None if prior_epochs is None else check_epochs(prior_epochs, 'prior_epochs')
         self.lam_reduction = check_reduction(lam_reduction, ('sum', 'mean'))
         self.gamma_reduction = check_reduction(gamma_reduction, ('sum', 'mean'))
         self.log_interval = check_number(log_interval, 'log_interval', minimum=1, integer=True)
@@ -160,6 +168,8 @@ class GateLosses(Objective):
     def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
         lam, gamma = self.weights(epoch)
         logits = gate_logits(model)
+        if isinstance(self.prior, Mixture) and self.prior_epochs is not None:
+            self.prior.share = linear_warmup(epoch, 1., *self.prior_epochs)
         if lam or any(p.requires_grad for p in self.prior.parameters()):
             # (A prior that learns is kept in the graph: DDP waits for the gradient of every parameter.)
             shaping = batch_shaping_loss(torch.sigmoid(logits), self.prior, self.lam_reduction)

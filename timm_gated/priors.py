@@ -17,7 +17,7 @@ import torch.nn as nn
 
 from .beta import beta_cdf, beta_pdf
 
-__all__ = ['Beta', 'Normal', 'Prior', 'RelaxedBernoulli', 'Uniform', 'create_prior']
+__all__ = ['Beta', 'Mixture', 'Normal', 'Prior', 'RelaxedBernoulli', 'Uniform', 'create_prior']
 
 Number = float | torch.Tensor
 
@@ -215,11 +215,43 @@ class RelaxedBernoulli(Prior):
         return self._repr('temperature', 'probs' if 'probs' in self._parameters else 'logits')
 
 
+class Mixture(Prior):
+    """A value of one prior or of another. Its share may move in training, from one prior to the other.
+
+    Args:
+        first: A prior, or its description.
+        second: Likewise.
+        share: Probability of a value of the second, in [0, 1].
+    """
+
+    def __init__(
+            self,
+            first: Prior | str | Mapping[str, Any],
+            second: Prior | str | Mapping[str, Any],
+            share: float = 0.5,
+    ) -> None:
+        super().__init__()
+        self.first = create_prior(first)
+        self.second = create_prior(second)
+        _check('share', share, lambda v: (v >= 0) & (v <= 1), 'in [0, 1]')
+        self.share = share
+
+    def cdf(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.lerp(self.first.cdf(x), self.second.cdf(x), self.share)
+
+    def pdf(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.lerp(self.first.pdf(x), self.second.pdf(x), self.share)
+
+    def extra_repr(self) -> str:
+        return f'share={self.share:.4g}'
+
+
 _PRIORS: dict[str, type[Prior]] = {
     'beta': Beta,
     'uniform': Uniform,
     'normal': Normal,
     'relaxed_bernoulli': RelaxedBernoulli,
+    'mixture': Mixture,
 }
 
 
@@ -228,7 +260,7 @@ def create_prior(spec: Prior | str | Mapping[str, Any]) -> Prior:
 
     Args:
         spec: A prior, which is returned as it is; a name ('beta', 'uniform', 'normal', 'relaxed_bernoulli'); or a
-            mapping of the name, under 'type', and the prior's arguments.
+            mapping of the name, under 'type', and the prior's arguments ('mixture' has some that must be given).
 
     Example:
         >>> create_prior({'type': 'beta', 'a': 0.6, 'b': 0.4})
@@ -247,6 +279,8 @@ def create_prior(spec: Prior | str | Mapping[str, Any]) -> Prior:
     for key in kwargs:
         if key not in allowed:
             raise ValueError(f"the arguments of prior '{name}' are {allowed}, got {key!r}.")
+    if name == 'mixture' and not {'first', 'second'} <= set(kwargs):
+        raise ValueError(f"the prior 'mixture' needs a first and a second one, got {spec!r}.")
     return _PRIORS[name](**kwargs)
 
 

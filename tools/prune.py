@@ -37,7 +37,7 @@ class Progress:
         self.name = name
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(tqdm(self.loader, desc=self.name, unit='batch', leave=False))
+        return iter(tqdm(self.loader, desc=self.name, unit='batch'))
 
 
 def filters(pruned: Pruned, threshold: float) -> str:

@@ -271,6 +271,8 @@ class _Compiler:
         if _is_switched_whole(names, switches):
             ops.append(Skip(residual, target, self._number(switches[names[0]][1]), len(names)))
             switches = {}
+        if any(switches.get(name, (None, None))[side] is not None for name, side in ((names[0], 0), (names[-1], 1))):
+            raise _unsupported(block, ', as gates switch its input or its output')
         at = source
         for name, to in zip(names, [*(_INNER1, _INNER2)[:len(names) - 1], target], strict=True):
             conv = _conv(getattr(block, name), at, to)
