@@ -1,5 +1,6 @@
 """Networks for the tests: with the values of a fresh initialisation many mistakes would not show."""
 import re
+from contextlib import AbstractContextManager
 from typing import Set
 
 import timm
@@ -7,7 +8,9 @@ import torch
 import torch.nn as nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from timm_gated import Gating, gates, list_gated_models
+from timm_gated import Gating, force_gates, gates, list_gated_models
+from timm_gated.fbs import SaliencyGate
+from timm_gated.gaternet import Gater
 
 # Every gated model of every method. A method that registers its models joins all tests that are parametrised by these.
 GATED = list_gated_models()
@@ -73,14 +76,30 @@ def shuffle(model: nn.Module, seed: int = 0) -> nn.Module:
     for _, gate in gates(model):
         layers = [module for module in gate.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
         for layer in layers:
-            uniform(layer.weight, -1., 1.)
+            # (saliencies scale maps, block after block: large ones would overflow)
+            bound = 1 / layer.in_features if isinstance(gate, SaliencyGate) else 1.
+            uniform(layer.weight, -bound, bound)
         if layers:
             uniform(layers[-1].bias, -1., 1.)
         if hasattr(gate, 'lstm'):  # its output layer is that of all gates, whose sign the bias would be
             layers[-1].bias.zero_()
             for parameter in gate.lstm.parameters():
                 uniform(parameter, -2., 2.)
+    for module in model.modules():
+        if isinstance(module, Gater):
+            uniform(module.fc2.weight, -1., 1.)
+            uniform(module.fc2.bias, -1., 1.)
     return model
+
+
+@torch.no_grad()
+def without_gates(model: nn.Module) -> AbstractContextManager:
+    """Context in which a model is its dense twin: gates are open; saliencies, which scale, are 1 from now on."""
+    for _, gate in gates(model):
+        if isinstance(gate, SaliencyGate):
+            gate.fc.weight.zero_()
+            gate.fc.bias.fill_(1.)
+    return force_gates(model, 'open')
 
 
 def gate_loss(model: nn.Module) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
-from nets import GATED, SMALL, dense_twin, gate_loss, shuffle
+from nets import GATED, SMALL, dense_twin, gate_loss, gating_keys, shuffle
 from safetensors.torch import save_file
 from timm.models import load_checkpoint, save_for_hf
 from timm.utils import CheckpointSaver, ModelEmaV3
@@ -39,7 +39,7 @@ def assert_open_gates_equal(model: nn.Module, dense: nn.Module, x: torch.Tensor)
 
 
 def gate_state(model: nn.Module) -> dict:
-    return {f'{n}.{k}': v.clone() for n, gate in gates(model) for k, v in gate.state_dict().items()}
+    return {key: model.state_dict()[key].clone() for key in gating_keys(model)}
 
 
 def assert_gates_untouched(model: nn.Module, before: dict) -> None:

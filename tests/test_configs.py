@@ -1,4 +1,5 @@
 """Every YAML of configs/timm builds its model, losses and schedules, and states the paper's recipe"""
+import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -35,6 +36,9 @@ RIVALS = {
         'cifar10': dict(epochs=26, drops=(), weight_decay=1e-4, nesterov=False, batch_size=128, lr=1e-4),
         'imagenet': dict(epochs=40, drops=(30,), weight_decay=1e-4, nesterov=False, lr=1e-4),
     },
+    'dgnet': PAPER,
+    'fbs': PAPER,
+    'gaternet': PAPER,
 }
 
 
@@ -143,6 +147,25 @@ def test_stages(path):
     assert (losses.stage, losses.alpha) == ('hybrid' if hybrid else 'supervised', default.alpha)
     assert set(cfg.model_kwargs) == ({'stage', 'alpha'} if hybrid else {'gate'})  # what the text says to give again
     assert path.stem == cfg.model + '_hybrid' * hybrid
+
+
+# Of the other rivals: what a config states, where the model has it, and what its text says of it.
+STATED = {
+    'dgnet': ('mac_budget', 'budget', r'weight 10 \(ours\)'),
+    'fbs': ('gate_losses', 'density', r'L1 on the\n# saliencies, weight 1e-8'),
+    'gaternet': ('gate_losses', 'sparsity', 'mean\n# over gates'),
+}
+
+
+@pytest.mark.parametrize('path', [path for path in CONFIGS if family(path.stem) in STATED], ids=lambda path: path.stem)
+def test_options_of_rivals(path):
+    cfg, (objective, option, text) = load(path), STATED[family(path.stem)]
+    value, default = (
+        getattr(getattr(timm.create_model(cfg.model, device='meta', **kwargs), objective), option)
+        for kwargs in (cfg.model_kwargs, {}))
+    assert set(cfg.model_kwargs) == {option}  # so that --model-kwargs, which replaces all of them, loses nothing
+    assert value == default == cfg.model_kwargs[option] and path.stem == cfg.model
+    assert re.search(text, path.read_text())
 
 
 @pytest.mark.parametrize('name', ['cifar10/gated_resnet20.yaml', 'cifar10/cifar_resnet20.yaml'])

@@ -8,7 +8,7 @@ import onnxruntime
 import pytest
 import timm
 import torch
-from nets import shuffle
+from nets import SMALL, TINY, is_imagenet, shuffle
 from small_analysis import make_batches, make_net
 from timm.utils.onnx import onnx_export
 
@@ -50,6 +50,15 @@ def test_onnx(networks, name, size, tmp_path):
     session = onnxruntime.InferenceSession(path)
     assert (session.get_inputs()[0].name, session.get_outputs()[0].name) == ('images', 'logits')
     assert isinstance(session.get_inputs()[0].shape[0], str)  # open
+
+
+@pytest.mark.parametrize('name', [name for name in SMALL if not is_imagenet(name)])
+def test_onnx_of_any_method(name, tmp_path):
+    torch.manual_seed(0)
+    net = shuffle(timm.create_model(name, **TINY[name])).eval()
+    path = export_onnx(net, tmp_path / 'net.onnx', (3, 16, 16))
+    for count in (1, 3):
+        assert onnx_difference(path, net, images(count, 16)) < 1e-4
 
 
 def test_difference_is_seen(networks, tmp_path):

@@ -5,6 +5,7 @@ Importing this package registers the gated models with timm and lets timm's trai
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 """
 from . import batch_shaped as _batch_shaped  # noqa: F401  (registers its entry point)
+from . import dgnet as _dgnet  # noqa: F401  (likewise)
 from . import slim_resnet as _slim_resnet  # noqa: F401  (likewise)
 from .beta import beta_cdf
 from .blocks import GatedBasicBlock, GatedBottleneck
@@ -12,9 +13,11 @@ from .budget import MacBudget, budget_loss, mac_formula
 from .cifar_resnet import CifarResNet, GatedCifarResNet
 from .convnet_aig import TargetRate, target_rate_loss
 from .export import export_onnx, export_program
+from .fbs import Suppression
 from .gate import ChannelGate, Gate, GatePool, Gating, force_gates, gates
 from .gated_net import GatedNet, checkpoint_filter_fn, list_gated_models
 from .gated_resnet import GatedResNet
+from .gaternet import GateSparsity
 from .hub import save_pretrained
 from .inference import accelerate, instruction_sets
 from .losses import BatchShapingLoss, L0Loss, batch_shaping_loss, l0_loss
@@ -37,6 +40,7 @@ __all__ = [
     'GateCounts',
     'GateLosses',
     'GatePool',
+    'GateSparsity',
     'GateStatistics',
     'GatedBasicBlock',
     'GatedBottleneck',
@@ -58,6 +62,7 @@ __all__ = [
     'RelaxedBernoulli',
     'Skipping',
     'Step',
+    'Suppression',
     'TargetRate',
     'Term',
     'Uniform',

@@ -11,7 +11,7 @@ sample (hard forward, relaxed backward) in training, the sign of the logit in ev
 block, so that a bottleneck with two gates pools its input once. Where the paper is silent: the last bias starts at the
 mean of the paper's prior, and a training batch of one image is normalised by the running statistics.
 """
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
 import torch
@@ -22,7 +22,10 @@ from timm.utils import unwrap_model
 
 from .checks import check_number
 
-__all__ = ['ChannelGate', 'Gate', 'GatePool', 'Gating', 'apply_gate', 'binary_concrete', 'force_gates', 'gates']
+__all__ = [
+    'ChannelGate', 'Gate', 'GatePool', 'Gating', 'apply_gate', 'binary_concrete', 'force_gates', 'full_precision',
+    'gates', 'two_layers',
+]
 
 
 def binary_concrete(logits: torch.Tensor, temperature: float = 2 / 3) -> torch.Tensor:
@@ -42,6 +45,24 @@ def binary_concrete(logits: torch.Tensor, temperature: float = 2 / 3) -> torch.T
 def apply_gate(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Switch the channels of a feature map [N, C, H, W] by a mask [N, C], or the whole map by a mask [N, 1]."""
     return x * mask.to(x.dtype)[:, :, None, None]
+
+
+def two_layers(x: torch.Tensor, fc1: nn.Module, bn: nn.Module, fc2: nn.Module) -> torch.Tensor:
+    """Logits of gates from features [N, C]: FC, BN, ReLU, FC."""
+    x = fc1(x)
+    if bn.training and x.shape[0] == 1 and isinstance(bn, nn.BatchNorm1d):
+        # One image has no batch statistics. (SyncBatchNorm, which sees the other processes, is left to itself.)
+        x = F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, eps=bn.eps)
+    else:
+        x = bn(x)
+    return fc2(F.relu(x))
+
+
+def full_precision(x: torch.Tensor) -> AbstractContextManager:
+    """Context without autocast where `x` is: gates are too small to gain from it, and their decisions would suffer."""
+    device_type = x.device.type
+    autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if autocast else nullcontext()
 
 
 class Gating(nn.Module):
@@ -123,15 +144,12 @@ class Gate(Gating):
         return (logits > 0).to(logits.dtype)
 
     def weigh(self, mask: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """What the network multiplies by, from the mask: a saliency may scale what is open."""
+        """What the block gets, from the mask, gates in the last dimension: a saliency may scale what is open."""
         return mask
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Decide; returns what the network multiplies by, [N, num_gates + num_ungated]."""
-        # Gates are too small to gain from half precision, and their decisions and losses would suffer from it.
-        device_type = x.device.type
-        autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-        with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
+        """Decide; returns what the block multiplies by, [N, num_gates + num_ungated] unless `weigh` says more."""
+        with full_precision(x):
             logits = self.score(x.to(next(self.parameters(), x).dtype))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.forced is not None:
@@ -198,17 +216,10 @@ class ChannelGate(Gate):
         return f'temperature={self.temperature:.3g}' + (f', num_ungated={self.num_ungated}' if self.num_ungated else '')
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(F.relu(self._norm(self.fc1(x))))
+        return two_layers(x, self.fc1, self.bn, self.fc2)
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         return binary_concrete(logits, self.temperature)
-
-    def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        bn = self.bn
-        if bn.training and x.shape[0] == 1 and isinstance(bn, nn.BatchNorm1d):
-            # One image has no batch statistics. (SyncBatchNorm, which sees the other processes, is left to itself.)
-            return F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, eps=bn.eps)
-        return bn(x)
 
 
 def gates(model: nn.Module) -> List[Tuple[str, Gate]]:

@@ -8,7 +8,7 @@ import logging
 import re
 from collections import Counter
 from functools import partial
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Type
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, Type
 
 import torch
 import torch.nn as nn
@@ -42,11 +42,13 @@ class GatedNet(nn.Module):
         **kwargs: Of the ResNet.
 
     Attributes:
+        gating_options: Names of the options that the same network without gates does not have.
         model_args: Options of the entry point that the model was made with.
         dense_variant: Entry point of the same network without gates.
         dense_args: Its options.
     """
 
+    gating_options: Tuple[str, ...] = ('gated_channels', 'budget', 'budget_weight')
     model_args: Dict[str, Any]
     dense_variant: str
     dense_args: Dict[str, Any]
@@ -125,7 +127,7 @@ def _options_of_model(kwargs: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def create_gated_net(
-        model_cls: Type[nn.Module],
+        model_cls: Type[GatedNet],
         variant: str,
         pretrained: bool,
         dense_variant: str,
@@ -167,8 +169,7 @@ def create_gated_net(
         **dict(kwargs, block_args=gated_block_args),
     )
     model.dense_variant = dense_variant
-    model.dense_args = _options_of_model({
-        k: v for k, v in kwargs.items() if k not in ('gated_channels', 'budget', 'budget_weight')})
+    model.dense_args = _options_of_model({k: v for k, v in kwargs.items() if k not in model_cls.gating_options})
     return model
 
 

@@ -74,7 +74,8 @@ def narrow_map(block: Any, index: int, keep: torch.Tensor, num_gates: int = 0) -
         num_gates: The first so many keep their gates; the others are always open from now on.
     """
     conv, norm, reader = (getattr(block, name) for name in (f'conv{index}', f'bn{index}', f'conv{index + 1}'))
-    _check_block(block, conv, norm, reader)
+    gate = _gate(block, index)
+    _check_block(block, conv, norm, reader, gate)
     if not len(keep):
         with torch.no_grad():
             reader.weight[:, 0] = 0
@@ -86,7 +87,6 @@ def narrow_map(block: Any, index: int, keep: torch.Tensor, num_gates: int = 0) -
     conv.out_channels = reader.in_channels = len(keep)
     if isinstance(norm, _NormBase):
         norm.num_features = len(keep)
-    gate = _gate(block, index)
     if gate is not None and num_gates:
         _take(gate.fc2, ('weight', 'bias'), keep[:num_gates])
         gate.fc2.out_features = num_gates
@@ -111,12 +111,15 @@ def _check(values: Any, limits: Sequence[int], name: str, minimum: int) -> Seque
     return values
 
 
-def _check_block(block: Any, conv: nn.Module, norm: nn.Module, reader: nn.Module) -> None:
+def _check_block(
+        block: Any, conv: nn.Module, norm: nn.Module, reader: nn.Module, gate: Optional[nn.Module]) -> None:
     plain = all(type(module) is nn.Conv2d and module.groups == 1 for module in (conv, reader))
     if not plain or not isinstance(norm, (_NormBase, FrozenBatchNorm2d)):
         raise ValueError(
             f'only plain convolutions with batch norms can be made narrower, this {type(block).__name__} has '
             f'{conv}, {norm} and {reader}.')
+    if gate is not None and not isinstance(gate, ChannelGate):
+        raise ValueError(f'only maps under a ChannelGate can be made narrower, got one under a {type(gate).__name__}.')
     between = getattr(block, 'aa', None)
     if between is not None and not isinstance(between, nn.Identity):
         raise ValueError(f'a block with {type(between).__name__} between its convolutions cannot be made narrower.')

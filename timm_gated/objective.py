@@ -21,7 +21,7 @@ from .snapshots import GateSnapshots
 
 __all__ = [
     'FeatureShaping', 'GateLosses', 'Objective', 'Step', 'Term', 'gate_density', 'gate_logits', 'gate_masks',
-    'gate_prior', 'objectives', 'shape_features',
+    'gate_prior', 'gate_scores', 'objectives', 'shape_features',
 ]
 
 PriorSpec = Union[Prior, str, Mapping[str, Any]]
@@ -83,6 +83,13 @@ class Objective(nn.Module):
     def stats(self, model: nn.Module) -> Dict[str, torch.Tensor]:
         """What else is worth a place in the log."""
         return {}
+
+    def begin_epoch(self, model: nn.Module, epoch: int) -> None:
+        """Make the network ready for an epoch of training, as far as its schedule goes beyond loss terms.
+
+        Called by the task before the epoch's first forward pass, when a training is resumed, and for the average (EMA)
+        of the network as well.
+        """
 
     def observe(self, model: nn.Module, epoch: int) -> None:
         """Take note of a training step's forward pass. Called by the task."""
@@ -205,13 +212,17 @@ def gate_prior(model: nn.Module) -> Optional[Prior]:
 
 def gate_logits(model: nn.Module) -> torch.Tensor:
     """The last log-odds of all gates, [N, gates]. Gates that score otherwise are refused."""
-    last = _last(model)
-    for gate, _ in last:
+    for _, gate in gates(model):
         if not gate.log_odds:
             raise ValueError(
                 f'{type(gate).__name__} does not give log-odds, which losses on the probabilities of gates (batch '
                 f'shaping, L0) need.')
-    return torch.cat([logits for _, logits in last], dim=1)
+    return gate_scores(model)
+
+
+def gate_scores(model: nn.Module) -> torch.Tensor:
+    """What all gates last decided from, be it log-odds or saliencies, [N, gates]."""
+    return torch.cat([logits for _, logits in _last(model)], dim=1)
 
 
 def gate_masks(model: nn.Module) -> Dict[str, torch.Tensor]:

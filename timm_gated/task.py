@@ -45,9 +45,16 @@ class ObjectiveTask(TrainingTask):
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch it is, in a loop that calls `train()` at other times than the start of an epoch."""
-        self.gate_epoch = epoch
+        self._begin_epoch(epoch)
         for objective in self._objectives():
             objective.epoch_begins = False
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self.gate_epoch = epoch
+        for model in (self.get_trainable_module(), self.get_trainable_module(ema=True)):
+            if model is not None:
+                for objective in self._objectives():
+                    objective.begin_epoch(model, epoch)
 
     def _objectives(self) -> List[Objective]:
         model = self.get_trainable_module()
@@ -59,14 +66,14 @@ class ObjectiveTask(TrainingTask):
 
         `loss` includes the weighted terms, `task_loss` does not.
         """
-        result: Dict[str, Any] = super().forward(input, target)
         model = self.get_trainable_module()
         assert model is not None
         active = self._objectives()
         if not active:
-            return result
+            return super().forward(input, target)
         if model.training and (self.gate_epoch < 0 or any(objective.epoch_begins for objective in active)):
             self.set_epoch(self.gate_epoch + 1)
+        result: Dict[str, Any] = super().forward(input, target)
         loss, step = result['loss'], Step(input, result['output'], target)
         result.setdefault('task_loss', loss)
         # Outside autocast: sorted sigmoids and their CDFs need all of float32.
@@ -102,7 +109,7 @@ class ObjectiveTask(TrainingTask):
         if ema:
             return
         if state and _STATE_KEY in state:
-            self.gate_epoch = int(state[_STATE_KEY])
+            self._begin_epoch(int(state[_STATE_KEY]))
         else:
             _logger.warning(
                 'The checkpoint does not say how far the gate losses had come (it was not written by a gated run); '

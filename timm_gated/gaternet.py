@@ -1,0 +1,258 @@
+"""GaterNet: a network beside the network chooses its filters
+
+A rival of channel gating, in the same harness: `timm.create_model('gaternet_resnet50')`. Where other methods decide
+block by block, from what the network has computed so far, here a network of its own, the gater, reads the image and
+decides about all filters before the network runs.
+
+Paper: You Look Twice: GaterNet for Dynamic Filter Selection in CNNs (https://arxiv.org/abs/1811.11205)
+
+The gater's features go through a bottleneck, FC, BN, ReLU, and an FC to one logit a filter, of which improved semantic
+hashing makes gates. Gated are the inner maps of all blocks, after the ReLU, as by `GatedBasicBlock` and
+`GatedBottleneck`. Ours are the gater's architectures: ResNet-18 for ImageNet, and for CIFAR a ResNet-20 of one block a
+stage and half the width, as a whole one would cost as much as the network in which it is to save; the widths of the
+bottleneck; the weight of the loss; and a bias by which most gates start open. All of the gater counts as overhead.
+"""
+from typing import Any, Dict, List, Mapping, Optional
+
+import timm
+import torch
+import torch.nn as nn
+from timm.models import generate_default_cfgs, register_model, register_notrace_module
+
+from .blocks import GatedBasicBlock, GatedBottleneck
+from .checks import check_number
+from .cifar_resnet import GatedCifarResNet, cifar_cfg, create_gated_cifar_resnet
+from .gate import Gate, Gating, full_precision, gates, two_layers
+from .gated_net import GatedNet
+from .gated_resnet import GatedResNet, create_gated_resnet, imagenet_cfg
+from .objective import Objective, Step, Term, gate_density, gate_masks
+
+__all__ = ['Gater', 'GaterCifarResNet', 'GaterResNet', 'GateSparsity', 'HashingGate', 'semantic_hashing']
+
+
+def semantic_hashing(logits: torch.Tensor) -> torch.Tensor:
+    """Gates by improved semantic hashing: with noise; 0 or 1 for every other image of the batch, soft for the rest.
+
+    All have the gradient of the soft ones.
+
+    Args:
+        logits: [N, gates].
+    """
+    noisy = logits + torch.randn_like(logits)
+    soft = (1.2 * torch.sigmoid(noisy) - 0.1).clamp(0, 1)
+    hard = (noisy > 0).to(soft.dtype) + (soft - soft.detach())  # the bracket is exactly zero
+    # Which half is which does not matter, as batches are shuffled; but an image has gates of one kind throughout.
+    alternate = torch.arange(len(logits), device=logits.device) % 2 == 0
+    return torch.where(alternate[:, None], hard, soft)
+
+
+class HashingGate(Gate):
+    """A gate that is told its logits, by the gater, before its block runs. What the block hands to it is not looked at.
+
+    Args:
+        in_channels: Channels of the block's input.
+        num_gates: Filters to switch.
+
+    Attributes:
+        received: The logits, [N, num_gates]. They stay until the next ones come, as a checkpointed block runs twice:
+            with gradient checkpointing, each forward pass needs its backward pass before the next one.
+    """
+
+    log_odds = False
+
+    def __init__(self, in_channels: int, num_gates: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self._num_gates = num_gates
+        self.received: Optional[torch.Tensor] = None
+
+    @property
+    def num_gates(self) -> int:
+        return self._num_gates
+
+    def extra_repr(self) -> str:
+        return f'num_gates={self.num_gates}'
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.received
+        if logits is None or logits.shape[0] != x.shape[0]:
+            raise RuntimeError('this gate was told nothing about its input: the gater has to read the images first.')
+        if torch.compiler.is_exporting():  # which leaves a module as it was
+            self.received = None
+        return logits
+
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
+        return semantic_hashing(logits)
+
+    def __getstate__(self) -> Dict[str, Any]:
+        return {**super().__getstate__(), 'received': None}
+
+
+@register_notrace_module
+class Gater(Gating):
+    """Reads the images, tells every gate its logits, and hands the images on.
+
+    Args:
+        hashing_gates: The gates. They belong to their blocks, and are not children of this module.
+        network: Name of the timm model that makes features of an image.
+        network_args: Its options.
+        hidden_channels: Width of the bottleneck.
+        bias: Initial bias of the logits.
+        in_chans: Number of input channels.
+    """
+
+    def __init__(
+            self,
+            hashing_gates: List[HashingGate],
+            network: str,
+            network_args: Optional[Mapping[str, Any]] = None,
+            hidden_channels: int = 16,
+            bias: float = 1.,
+            in_chans: int = 3,
+            device=None,
+            dtype=None,
+    ) -> None:
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__()
+        check_number(hidden_channels, 'gater_hidden', minimum=1, integer=True)
+        self._gates = hashing_gates
+        reader: Any = timm.create_model(network, num_classes=0, in_chans=in_chans, **dd, **(network_args or {}))
+        self.network = reader
+        self.fc1 = nn.Linear(reader.head_hidden_size, hidden_channels, **dd)
+        self.bn = nn.BatchNorm1d(hidden_channels, **dd)
+        self.fc2 = nn.Linear(hidden_channels, sum(gate.num_gates for gate in hashing_gates), **dd)
+        nn.init.constant_(self.fc2.bias, check_number(bias, 'gater_bias'))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = self.network(x)
+        with full_precision(x):
+            logits = two_layers(features.to(self.fc1.weight.dtype), self.fc1, self.bn, self.fc2)
+        start = 0
+        for gate in self._gates:
+            gate.received = logits[:, start:start + gate.num_gates]
+            start += gate.num_gates
+        return x
+
+
+class _GaterNet(GatedNet):
+    """Mixin over a gated network of hashing gates: the gater runs first.
+
+    Args:
+        *args: Of the network.
+        gater: Name of the timm model that reads the image.
+        gater_args: Its options.
+        gater_hidden: Width of the bottleneck after it.
+        gater_bias: Initial bias of the gates' logits.
+        in_chans: Number of input channels.
+        **kwargs: Of the network.
+    """
+
+    gating_options = (*GatedNet.gating_options, 'gater', 'gater_args', 'gater_hidden', 'gater_bias')
+
+    def __init__(
+            self,
+            *args,
+            gater: str = 'resnet18',
+            gater_args: Optional[Mapping[str, Any]] = None,
+            gater_hidden: int = 256,
+            gater_bias: float = 1.,
+            in_chans: int = 3,
+            device=None,
+            dtype=None,
+            **kwargs,
+    ) -> None:
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__(*args, in_chans=in_chans, **kwargs, **dd)
+        hashing_gates: Any = [gate for _, gate in gates(self)]
+        self.gater = Gater(hashing_gates, gater, gater_args, gater_hidden, gater_bias, in_chans, **dd)
+        # First of the children: timm's feature extraction runs them in order.
+        self._modules = {'gater': self._modules.pop('gater'), **self._modules}
+
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward_features(self.gater(x))  # type: ignore[misc]
+
+    def forward_intermediates(self, x: torch.Tensor, *args, **kwargs) -> Any:
+        return super().forward_intermediates(self.gater(x), *args, **kwargs)  # type: ignore[misc]
+
+
+class GaterResNet(_GaterNet, GatedResNet):
+    """GatedResNet whose gates are decided by a gater."""
+
+
+class GaterCifarResNet(_GaterNet, GatedCifarResNet):
+    """GatedCifarResNet whose gates are decided by a gater."""
+
+
+class _Unpooled(nn.Module):
+    """Mixin over gated blocks: there is nothing to pool, as the gates do not read the block's input."""
+
+    gate_pool: Any
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.gate_pool = nn.Identity()
+
+
+class GaterBasicBlock(_Unpooled, GatedBasicBlock):
+    """GatedBasicBlock whose gate is decided beforehand."""
+
+
+class GaterBottleneck(_Unpooled, GatedBottleneck):
+    """GatedBottleneck whose gates are decided beforehand."""
+
+
+class GateSparsity(Objective):
+    """L1 on the gates, divided by their number.
+
+    Args:
+        sparsity: Weight of the loss.
+    """
+
+    def __init__(self, sparsity: float = 0.1) -> None:
+        super().__init__()
+        self.sparsity = check_number(sparsity, 'sparsity', minimum=0)
+
+    def extra_repr(self) -> str:
+        return f'sparsity={self.sparsity}'
+
+    def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
+        masks = torch.cat(list(gate_masks(model).values()), dim=1)
+        return {'sparsity_loss': Term(masks.abs().mean(), self.sparsity, 'sparsity')}
+
+    def stats(self, model: nn.Module) -> Dict[str, torch.Tensor]:
+        return gate_density(model)
+
+
+default_cfgs = generate_default_cfgs({
+    'gaternet_resnet50.untrained': imagenet_cfg(paper_ids='arXiv:1811.11205'),
+    **{f'gaternet_resnet{depth}.untrained': cifar_cfg(paper_ids='arXiv:1811.11205') for depth in (20, 32)},
+})
+
+_METHOD: Dict[str, Any] = dict(gate_layer=HashingGate, objective=GateSparsity)
+_CIFAR_GATER: Dict[str, Any] = dict(
+    gater='cifar_resnet20', gater_args=dict(layers=(1, 1, 1), channels=(8, 16, 32)), gater_hidden=16)
+
+
+def _create_cifar(depth: int, pretrained: bool = False, **kwargs) -> GaterCifarResNet:
+    model_args = dict(_CIFAR_GATER, block=GaterBasicBlock)
+    return create_gated_cifar_resnet(
+        f'gaternet_resnet{depth}', depth, pretrained, GaterCifarResNet, **_METHOD, **dict(model_args, **kwargs))
+
+
+@register_model
+def gaternet_resnet50(pretrained: bool = False, **kwargs) -> GaterResNet:
+    """Constructs a ResNet-50 whose filters a ResNet-18 chooses."""
+    model_args = dict(block=GaterBottleneck, layers=(3, 4, 6, 3))
+    return create_gated_resnet(
+        'gaternet_resnet50', 50, pretrained, GaterResNet, **_METHOD, **dict(model_args, **kwargs))
+
+
+@register_model
+def gaternet_resnet20(pretrained: bool = False, **kwargs) -> GaterCifarResNet:
+    """Constructs a CIFAR ResNet-20 whose filters a smaller one chooses."""
+    return _create_cifar(20, pretrained, **kwargs)
+
+
+@register_model
+def gaternet_resnet32(pretrained: bool = False, **kwargs) -> GaterCifarResNet:
+    """Constructs a CIFAR ResNet-32 whose filters a smaller one chooses."""
+    return _create_cifar(32, pretrained, **kwargs)
