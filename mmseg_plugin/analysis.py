@@ -18,7 +18,7 @@ from mmseg.registry import MODELS
 from timm_gated.analysis.sources import Data
 from timm_gated.record import Outcome
 
-__all__ = ['create_segmentation', 'relabel', 'segmentation_outcome']
+__all__ = ['create_segmentation', 'load_config', 'relabel', 'segmentation_outcome']
 
 
 def create_segmentation(
@@ -35,13 +35,9 @@ def create_segmentation(
         cfg_options: Settings to override, each KEY=VALUE as in mmseg's scripts.
         device: Where the model goes.
     """
-    for path in filter(None, (config, checkpoint)):
-        if not Path(path).is_file():
-            raise ValueError(f'there is no file {path}.')
-    parser = argparse.ArgumentParser()
-    parser.add_argument('--cfg-options', nargs='*', action=DictAction, default={})
-    cfg = Config.fromfile(config)
-    cfg.merge_from_dict(parser.parse_args(['--cfg-options', *cfg_options]).cfg_options)
+    cfg = load_config(config, cfg_options)
+    if checkpoint and not Path(checkpoint).is_file():
+        raise ValueError(f'there is no file {checkpoint}.')
     init_default_scope(cfg.get('default_scope', 'mmseg'))
     model = MODELS.build(cfg.model)
     if model.test_cfg.get('mode') != 'whole':
@@ -63,6 +59,22 @@ def create_segmentation(
         return segmentation_outcome(model.test_step(batch), len(class_names))
 
     return model.to(device).eval(), Data(loader, class_names, fetch_image, step)
+
+
+def load_config(config: str, cfg_options: Sequence[str] = ()) -> Config:
+    """Read an mmseg config.
+
+    Args:
+        config: Its path.
+        cfg_options: Settings to override, each KEY=VALUE as in mmseg's scripts.
+    """
+    if not Path(config).is_file():
+        raise ValueError(f'there is no file {config}.')
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--cfg-options', nargs='*', action=DictAction, default={})
+    cfg = Config.fromfile(config)
+    cfg.merge_from_dict(parser.parse_args(['--cfg-options', *cfg_options]).cfg_options)
+    return cfg
 
 
 def segmentation_outcome(

@@ -182,6 +182,8 @@ class SlimResNet(ResNet):
 
 def backbone_cfg(backbone: Union[GatedResNet, SlimResNet]) -> Dict[str, Any]:
     """Config of a backbone as it is, after pruning too. It says nothing of weights."""
+    if not isinstance(backbone, (GatedResNet, SlimResNet)):
+        raise ValueError(f'only backbones of this package can be saved pruned, got a {type(backbone).__name__}.')
     args = {k: v for k, v in backbone.resnet_args.items() if k not in ('init_cfg', 'pretrained')}
     cfg = dict(args, inner_channels=inner_channels(backbone))
     if isinstance(backbone, GatedResNet):
@@ -198,6 +200,8 @@ def _(network: GatedResNet) -> nn.Module:
     slim = SlimResNet(**{k: v for k, v in cfg.items() if k not in ('type', 'gated_channels', *network._gate_args)})
     slim.load_state_dict(network.state_dict())
     slim.to(next(network.parameters()))
+    for name, parameter in slim.named_parameters():
+        parameter.requires_grad_(network.get_parameter(name).requires_grad)
     slim.eval()
     return slim
 

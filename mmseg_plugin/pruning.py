@@ -13,8 +13,9 @@ import torch.nn as nn
 from mmengine.config import Config
 from mmseg.registry import DATASETS
 
+from timm_gated.gate import gates
 from timm_gated.hub import new_folder
-from timm_gated.pruning import Pruned, check_classes, prune_with
+from timm_gated.pruning import Pruned, check_classes, check_repeatable, prune_with
 from timm_gated.record import Outcome
 
 from .analysis import relabel, segmentation_outcome
@@ -43,7 +44,7 @@ def prune_static(
         return segmentation_outcome(network.test_step(batch), num_classes)
 
     names = [str(label) for label in range(num_classes)]
-    return prune_with(model, segment, names, loader, threshold, eval_loader=eval_loader)
+    return prune_with(model, segment, names, loader, threshold, adapt=_without_losses, eval_loader=eval_loader)
 
 
 def specialize(
@@ -66,7 +67,11 @@ def specialize(
         eval_loader: Likewise, the data that the figures are measured on; `loader` by default.
     """
     num_classes = _num_classes(model)
-    check_classes(classes, num_classes)
+    classes = check_classes(classes, num_classes)
+    for head in _heads(model):
+        _check_head(head)
+    for source in filter(None, (loader, eval_loader)):
+        check_repeatable(source)
 
     def segment(network: Any, batch: Any) -> Outcome:
         return segmentation_outcome(network.test_step(batch), num_classes, classes)
@@ -74,7 +79,7 @@ def specialize(
     def adapt(network: nn.Module) -> nn.Module:
         for head in _heads(network):
             _cut_head(head, classes)
-        return network
+        return _without_losses(network)
 
     return prune_with(
         model, segment, [str(label) for label in classes], _ImagesWith(loader, classes), threshold, keep_gates=False,
@@ -91,6 +96,8 @@ def pruned_config(cfg: Config, model: Any, classes: Optional[Sequence[int]] = No
     """
     cfg = copy.deepcopy(cfg)
     cfg.model.backbone = backbone_cfg(model.backbone)
+    cfg.model.pretrained = None
+    cfg.resume = False
     if isinstance(model.backbone, GatedResNet):
         return cfg
     cfg.model.gate_losses = []
@@ -99,10 +106,13 @@ def pruned_config(cfg: Config, model: Any, classes: Optional[Sequence[int]] = No
         for head in ('decode_head', 'auxiliary_head'):
             for head_cfg in _listed(cfg.model.get(head)):
                 head_cfg.num_classes = len(classes)
+                for loss in _listed(head_cfg.get('loss_decode')):
+                    if isinstance(loss.get('class_weight'), list):
+                        loss.class_weight = [loss.class_weight[label] for label in classes]
         for loader in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
-            if cfg.get(loader):
-                names = _class_names(cfg[loader].dataset)
-                cfg[loader].dataset.metainfo = dict(classes=[names[label] for label in classes])
+            for dataset in _datasets(cfg[loader].dataset if cfg.get(loader) else None):
+                names = _class_names(dataset)
+                dataset.metainfo = dict(classes=[names[label] for label in classes])
     return cfg
 
 
@@ -115,12 +125,23 @@ def save(model: nn.Module, cfg: Config, directory: Union[str, Path], classes: Op
         directory: The folder.
         classes: What it was specialised to, if it was.
     """
+    cfg = pruned_config(cfg, model, classes)
+    cfg.load_from = str(Path(directory).resolve() / 'weights.pth')  # what train.py starts from
     with new_folder(directory) as partial:
-        pruned_config(cfg, model, classes).dump(partial / 'config.py')
+        cfg.dump(partial / 'config.py')
         torch.save({'state_dict': model.state_dict()}, partial / 'weights.pth')
 
 
+def _datasets(dataset: Any) -> List[Any]:
+    """The data sets of a config, also within those that repeat or join others."""
+    inner = [*_listed((dataset or {}).get('dataset')), *_listed((dataset or {}).get('datasets'))]
+    return [found for each in inner for found in _datasets(each)] if inner else _listed(dataset)
+
+
 def _class_names(dataset: Any) -> Sequence[str]:
+    chosen = (dataset.get('metainfo') or {}).get('classes')
+    if chosen is not None:
+        return chosen
     return DATASETS.get(dataset['type']).METAINFO['classes']
 
 
@@ -130,27 +151,46 @@ def _listed(value: Any) -> List[Any]:
 
 def _heads(model: Any) -> List[Any]:
     """Decode heads and auxiliary heads, of which a segmentor may have one or several."""
-    heads: List[Any] = []
-    for name in ('decode_head', 'auxiliary_head'):
-        head = getattr(model, name, None)
-        heads.extend(head if isinstance(head, nn.ModuleList) else [] if head is None else [head])
-    return heads
+    return [head for name in ('decode_head', 'auxiliary_head') for head in _modules(getattr(model, name, None))]
+
+
+def _modules(value: Any) -> List[Any]:
+    return list(value) if isinstance(value, nn.ModuleList) else _listed(value)
 
 
 def _num_classes(model: Any) -> int:
     return _heads(model)[0].num_classes
 
 
+def _without_losses(model: Any) -> nn.Module:
+    """A segmentor without gates has nothing for the gate losses to look at."""
+    if hasattr(model, 'gate_losses') and not gates(model):
+        model.gate_losses = nn.ModuleList()
+    return model
+
+
+def _check_head(head: Any) -> None:
+    """Refuse a head that knows its classes elsewhere than in its last layer."""
+    last = getattr(head, 'conv_seg', None)
+    by_class = [
+        name for name, parameter in head.named_parameters()
+        if len(parameter) == head.num_classes and not name.startswith('conv_seg.')]
+    if not isinstance(last, nn.Conv2d) or head.out_channels != head.num_classes or by_class:
+        raise ValueError(
+            f'a {type(head).__name__} cannot be cut to some classes: its outputs are not those of its conv_seg alone.')
+
+
 def _cut_head(head: Any, classes: Sequence[int]) -> None:
     """Keep the outputs of some classes. In place."""
-    if head.out_channels != head.num_classes:
-        raise ValueError(f'a head with {head.out_channels} outputs for {head.num_classes} classes cannot be cut.')
     whole = head.conv_seg
     head.conv_seg = nn.Conv2d(whole.in_channels, len(classes), 1).to(whole.weight)
     with torch.no_grad():
         head.conv_seg.weight.copy_(whole.weight[list(classes)])
         head.conv_seg.bias.copy_(whole.bias[list(classes)])
     head.num_classes = head.out_channels = len(classes)
+    for loss in _modules(head.loss_decode):
+        if isinstance(getattr(loss, 'class_weight', None), list):
+            loss.class_weight = [loss.class_weight[label] for label in classes]
 
 
 class _ImagesWith:

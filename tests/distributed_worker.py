@@ -21,7 +21,7 @@ MODELS = {
 EXPECTED = {
     'gated_resnet20': [dict(lam=0.75, gamma=0.), dict(lam=0.375, gamma=0.), dict(lam=0., gamma=0.05)],
     'fbs_resnet20': [dict(gate_density=1.), dict(gate_density=0.75), dict(gate_density=0.5)],
-    'gaternet_resnet20': [dict(sparsity=0.1)] * 3,
+    'gaternet_resnet20': [dict(sparsity_weight=0.1)] * 3,
     'skipnet_resnet38': [dict(rl_weight=1.)] * 3,
 }
 

@@ -153,7 +153,7 @@ def test_stages(path):
 STATED = {
     'dgnet': ('mac_budget', 'budget', r'weight 10 \(ours\)'),
     'fbs': ('gate_losses', 'density', r'L1 on the\n# saliencies, weight 1e-8'),
-    'gaternet': ('gate_losses', 'sparsity', 'mean\n# over gates'),
+    'gaternet': ('gate_losses', 'sparsity_weight', 'mean\n# over gates'),
 }
 
 

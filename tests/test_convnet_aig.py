@@ -165,6 +165,8 @@ def test_recipes():
     assert (imagenet.target_rate, imagenet.target_weight, imagenet.block_rates) == (0.7, 1, None)
     assert (cifar.target_rate, cifar.target_weight, cifar.block_rates) == (0.6, 2, None)
     assert fifty.block_rates == [1, 1, .8, 1, .7, .7, .7, 1, .7, .7, .7, .7, .7, 1, .7, 1]
+    deep = timm.create_model('convnet_aig_resnet101', target_rate=0.5, device='meta').gate_losses
+    assert deep.block_rates == [1] * 8 + [.5] * 25
     half = timm.create_model('convnet_aig_resnet50', target_rate=0.5, device='meta').gate_losses
     assert half.block_rates == [1, 1, .8, 1, .5, .5, .5, 1, .5, .5, .5, .5, .5, 1, .7, 1]
 

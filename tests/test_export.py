@@ -12,6 +12,7 @@ from nets import SMALL, TINY, is_imagenet, shuffle
 from small_analysis import make_batches, make_net
 from timm.utils.onnx import onnx_export
 
+from timm_gated import force_gates
 from timm_gated.export import export_onnx, export_program, onnx_difference
 from timm_gated.hub import save_pretrained
 from timm_gated.pruning import prune_static, specialize
@@ -102,6 +103,20 @@ def test_features(tmp_path):
     path = export_onnx(net, tmp_path / 'net.onnx', (3, 16, 16))
     assert [o.name for o in onnxruntime.InferenceSession(path).get_outputs()] == [f'features{i}' for i in range(4)]
     assert onnx_difference(path, net, images(3, 16)) < 1e-4
+
+
+def test_forced_gates_stay_forced(networks, tmp_path):
+    net = networks['gated']
+    with force_gates(net, 'open'):
+        path = export_onnx(net, tmp_path / 'net.onnx', (3, 8, 8))
+        assert onnx_difference(path, net, images(3)) < 1e-4
+    assert onnx_difference(path, net, images(3)) > 1e-3
+
+
+def test_channels_are_those_of_the_network(tmp_path):
+    net = timm.create_model('gated_resnet20', in_chans=1, layers=(1, 1, 1)).eval()
+    session = onnxruntime.InferenceSession(export_onnx(net, tmp_path / 'net.onnx'))
+    assert session.get_inputs()[0].shape[1:] == [1, 32, 32]
 
 
 def test_a_failure_leaves_nothing(networks, tmp_path, monkeypatch):

@@ -277,3 +277,12 @@ def test_training_learns_while_the_density_falls():
     (first_loss, first_saliency), (last_loss, last_saliency) = results[0], results[-1]
     assert last_loss < 0.9 * first_loss and last_saliency < first_saliency
     assert count_macs(model, x[:1]).share < 0.6
+
+
+@pytest.mark.parametrize('name', ['fbs_resnet20', 'fbs_resnet32'])
+def test_a_fresh_network_does_not_run_away(name):
+    """Saliencies scale the maps that the next ones are read from."""
+    torch.manual_seed(0)
+    model = timm.create_model(name).eval()
+    with torch.no_grad():
+        assert model(2 * torch.randn(4, 3, 32, 32)).abs().max() < 1000

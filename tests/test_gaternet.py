@@ -142,7 +142,7 @@ def test_options_of_the_gater():
 @pytest.mark.parametrize('kwargs, message', [
     (dict(gater_hidden=0), 'gater_hidden must be a whole number >= 1, got 0'),
     (dict(gater_bias='open'), "gater_bias must be a number, got 'open'"),
-    (dict(sparsity=-1), 'sparsity must be a number >= 0, got -1'),
+    (dict(sparsity_weight=-1), 'sparsity_weight must be a number >= 0, got -1'),
     (dict(inner_channels={'layer1.0': [9]}), 'only maps under a ChannelGate .* HashingGate'),
 ])
 def test_bad_options(kwargs, message):
@@ -179,13 +179,13 @@ def test_macs_of_a_network():
 
 
 def test_l1_by_hand():
-    model = timm.create_model('gaternet_resnet20', sparsity=0.5, **THIN).train()
+    model = timm.create_model('gaternet_resnet20', sparsity_weight=0.5, **THIN).train()
     result = ClassificationTask(model, nn.CrossEntropyLoss(), verbose=False)(images(4, 3, 16, 16), torch.arange(4))
     masks = torch.cat([gate.mask for _, gate in gates(model)], dim=1)
     assert masks.shape == (4, 24)
     torch.testing.assert_close(result['sparsity_loss'], masks.sum() / 24 / 4)
     torch.testing.assert_close(result['loss'], result['task_loss'] + 0.5 * masks.mean())
-    assert 'sparsity=0.1' in repr(GateSparsity())
+    assert 'sparsity_weight=0.1' in repr(GateSparsity())
 
 
 def test_losses_of_two_batches_under_gradient_checkpointing():
@@ -205,7 +205,7 @@ def test_losses_of_two_batches_under_gradient_checkpointing():
 def test_training_moves_the_gates(sparsity, budget):
     """Under timm's task and optimizer: L1 closes gates, or a budget is met, while the images are learnt."""
     torch.manual_seed(0)
-    kwargs = dict(layers=(2, 1, 1), channels=(16, 16, 16), sparsity=sparsity, budget=budget)
+    kwargs = dict(layers=(2, 1, 1), channels=(16, 16, 16), sparsity_weight=sparsity, budget=budget)
     kwargs.update(budget_weight=30. if budget else None, gater_args=dict(layers=(1, 1, 1), channels=(4, 4, 4)))
     model = timm.create_model('gaternet_resnet20', **kwargs).train()
     task = ClassificationTask(model, nn.CrossEntropyLoss(), verbose=False)

@@ -363,6 +363,21 @@ def test_bad_data_and_networks():
         prune_static(timm.create_model('cifar_resnet20', num_classes=len(CLASSES)), batches)
     with pytest.raises(ValueError, match='the data set is empty'):
         prune_static(model, [])
+    with pytest.raises(ValueError, match=r'no sample of the classes \[5, 6\]'):
+        specialize(model, batches, [5, 6])
+    with pytest.raises(ValueError, match='no sample of class 6'):
+        specialize(model, make_batches(), [0, 6], eval_loader=batches)
+    with pytest.raises(ValueError, match=r'no sample of the classes \[5, 6\]'):
+        specialize(model, make_batches(), [5, 6], train_loader=batches, epochs=1)
+    with pytest.raises(ValueError, match='FeatureListNet has no classes'):
+        prune_static(timm.create_model('gated_resnet20', features_only=True), batches)
+
+    def read():
+        raise AssertionError('the data was read before the refusal')
+        yield
+    unread = type('Unread', (), {'__iter__': lambda self: read()})()
+    with pytest.raises(ValueError, match='AigGate'):
+        prune_static(timm.create_model('convnet_aig_resnet20'), unread)
 
 
 @pytest.mark.parametrize('options, message', [
@@ -376,6 +391,67 @@ def test_bad_data_and_networks():
 def test_bad_widths(options, message):
     with pytest.raises(ValueError, match=message):
         timm.create_model('gated_resnet20', **options)
+
+
+def test_what_was_done_to_a_network_stays():
+    """Frozen layers, other pooling, other norms: the plain network has the very layers of the gated one."""
+    model, batches = freeze(make_net()), make_batches()
+    model.reset_classifier(len(CLASSES), global_pool='max')
+    model.conv1.requires_grad_(False)
+    model.bn1.eps = 0.1
+    model.train()
+    result = specialize(model, batches, [1, 4, 6], epochs=1)
+    assert model.training and not result.model.training
+    assert torch.equal(result.model.conv1.weight, model.conv1.weight) and not result.model.conv1.weight.requires_grad
+    plain = specialize(model.eval(), batches, [1, 4, 6])
+    x = batches[0][0]
+    with torch.no_grad():
+        torch.testing.assert_close(plain.model(x), model(x)[:, [1, 4, 6]], atol=1e-5, rtol=1e-5)
+
+
+def test_frozen_norms():
+    from timm.utils.model import freeze_batch_norm_2d
+    model = freeze_batch_norm_2d(freeze(make_net()))
+    result = specialize(model, make_batches(), [0, 2])
+    x = make_batches()[0][0]
+    with torch.no_grad():
+        torch.testing.assert_close(result.model(x), model(x)[:, [0, 2]], atol=1e-5, rtol=1e-5)
+
+
+def test_saved_configs_hold_the_model_only(tmp_path):
+    """Neither a training's folder nor a machine's device; but a pooling that was changed, and names."""
+    model = make('gated_resnet20', layers=(1, 1, 1), snapshot_dir=str(tmp_path / 'snapshots'), device='cpu')
+    model.reset_classifier(2, global_pool='max')
+    save_pretrained(model, tmp_path / 'saved', label_names=['cat', 'dog'])
+    config = json.loads((tmp_path / 'saved' / 'config.json').read_text())
+    assert config['label_names'] == ['cat', 'dog'] and config['num_classes'] == 2
+    assert not {'snapshot_dir', 'device'} & config['model_args'].keys()
+    again = timm.create_model(f'local-dir:{tmp_path / "saved"}', pretrained=True).eval()
+    x = images(model, 16)
+    with torch.no_grad():
+        assert torch.equal(again(x), model(x))
+    assert again.gate_losses.snapshots is None
+
+
+def test_a_compiled_network_and_numpy_labels():
+    import numpy as np
+    model, batches = freeze(make_net()), make_batches()
+    compiled = torch.compile(model, backend='eager')
+    assert specialize(compiled, batches, np.array([3, 1])).after == specialize(model, batches, [3, 1]).after
+
+
+def test_shares_must_fit():
+    model = make_net()
+    with pytest.raises(ValueError, match=r"open_share has \[4\] for 'layer1.0.gate1'"):
+        keep_used_filters(model, {'layer1.0.gate1': torch.ones(4)})
+    with pytest.raises(ValueError, match=r"for 'layer9.0.gate1'; .*layer1.0.gate1, layer2.0.gate1"):
+        keep_used_filters(model, {'layer9.0.gate1': torch.ones(8)})
+
+
+def test_closed_before_an_activation_that_is_not_zero_at_zero():
+    model = timm.create_model('gated_resnet20', layers=(1, 1, 1), gate_before_act=True, act_layer='sigmoid')
+    with pytest.raises(ValueError, match='closed before Sigmoid.* is not zero after it'):
+        keep_used_filters(model, {'layer1.0.gate1': torch.zeros(16)})
 
 
 def test_blocks_that_cannot_be_made_narrower():

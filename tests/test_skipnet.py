@@ -400,7 +400,7 @@ def train(model: nn.Module, steps: int, lr: float = 0.1) -> list:
 @pytest.mark.parametrize('stage', ['supervised', 'soft'])
 def test_supervised_training_learns_images_and_gates(stage, gate):
     torch.manual_seed(0)
-    model = timm.create_model('skipnet_resnet38', stage=stage, gate=gate, **THIN)
+    model = timm.create_model('skipnet_resnet38', stage=stage, gate=gate, gate_bias=0., **THIN)
     x = images(32, 3, 16, 16)
     model.eval()(x)
     before = torch.cat([gate.logits for _, gate in gates(model)], 1)

@@ -10,7 +10,7 @@ The gate is the channel gate with two outputs, closed and open. A straight-throu
 a binary concrete sample of their difference, which is what is drawn here. Differences from the original: evaluation has
 no noise, where the original keeps it; gates have no weight decay, as all gates here; their first layer starts as torch
 has it; and a training batch of one image is normalised as in `ChannelGate`. Targets by block are the original's for
-ResNet-50; elsewhere all blocks have the same one.
+ResNet-50 and ResNet-101; elsewhere all blocks have the same one.
 """
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
@@ -33,6 +33,7 @@ IMAGENET_RECIPE: Dict[str, Any] = dict(target_rate=0.7, target_weight=1.)
 CIFAR10_RECIPE: Dict[str, Any] = dict(target_rate=0.6, target_weight=2.)
 # The original's targets for the 16 blocks of ResNet-50; None is the target rate.
 RESNET50_RATES = (1, 1, 0.8, 1, *[None] * 3, 1, *[None] * 5, 1, 0.7, 1)
+RESNET101_RATES = (*[1] * 8, *[None] * 25)  # likewise; it was trained with target rates of 0.3 and 0.5
 
 
 class AigGate(ChannelGate):
@@ -236,8 +237,10 @@ def convnet_aig_resnet50(pretrained: bool = False, **kwargs) -> GatedResNet:
 
 @register_model
 def convnet_aig_resnet101(pretrained: bool = False, **kwargs) -> GatedResNet:
-    """Constructs a ResNet-101 of blocks that are run or skipped."""
+    """Constructs a ResNet-101 of blocks that are run or skipped, with the original's targets by block."""
     model_args = dict(block=AigBottleneck, layers=(3, 4, 23, 3))
+    if 'layers' not in kwargs:
+        model_args.update(block_rates=RESNET101_RATES)
     return _create_imagenet(101, pretrained, **dict(model_args, **kwargs))
 
 

@@ -12,6 +12,8 @@ from typing import Any, Iterator, Optional, Sequence, Tuple, Union
 import torch
 import torch.nn as nn
 
+from .gate import gates, unwrap
+
 __all__ = ['export_onnx', 'export_program', 'onnx_difference']
 
 PathLike = Union[str, Path]
@@ -83,10 +85,13 @@ def _prepare(model: nn.Module, input_size: Optional[Sequence[int]]) -> Tuple[nn.
         config: Any = getattr(model, 'pretrained_cfg', {})
         if 'input_size' not in config:
             raise ValueError(f'this {type(model).__name__} does not say its input_size: give one, as (3, 224, 224).')
-        input_size = config['input_size']
+        input_size = (getattr(model, 'in_chans', config['input_size'][0]), *config['input_size'][1:])
     if len(input_size) != 3 or min(input_size) < 1:
         raise ValueError(f'input_size must be channels, height and width, got {tuple(input_size)}.')
-    model = copy.deepcopy(model)
+    forced = {name: gate.forced for name, gate in gates(model)}  # which copies lose
+    model = copy.deepcopy(unwrap(model))
+    for name, gate in gates(model):
+        gate.forced = forced[name]
     model.eval()
     parameter = next(model.parameters())
     return model, torch.zeros(2, *input_size, device=parameter.device, dtype=parameter.dtype)

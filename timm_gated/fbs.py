@@ -92,6 +92,9 @@ class SaliencyGate(Gate):
     ) -> None:
         super().__init__()
         self.fc = nn.Linear(in_channels, num_gates, device=device, dtype=dtype)
+        # Small, so that dense weights start as they are, and because saliencies grow with the maps that they scale:
+        # from large ones, a residual network runs away.
+        nn.init.normal_(self.fc.weight, std=1e-3)
         nn.init.constant_(self.fc.bias, check_number(bias, 'bias of a gate'))
         # Not part of a checkpoint: it follows from the option, or from the epoch of the training.
         self.register_buffer('num_open', torch.tensor(0, device=device), persistent=False)

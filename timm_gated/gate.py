@@ -227,9 +227,13 @@ def gates(model: nn.Module) -> List[Tuple[str, Gate]]:
 
     Names are those of the model itself, also if it is wrapped by DDP or `torch.compile`.
     """
+    return [(name, module) for name, module in unwrap(model).named_modules() if isinstance(module, Gate)]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside of DDP or `torch.compile`."""
     wrapped = isinstance(model, (nn.parallel.DistributedDataParallel, torch._dynamo.OptimizedModule))
-    named_modules = (unwrap_model(model) if wrapped else model).named_modules()
-    return [(name, module) for name, module in named_modules if isinstance(module, Gate)]
+    return unwrap_model(model) if wrapped else model
 
 
 Masks = Union[str, Mapping[str, Any]]

@@ -204,19 +204,19 @@ class GateSparsity(Objective):
     """L1 on the gates, divided by their number.
 
     Args:
-        sparsity: Weight of the loss.
+        sparsity_weight: Weight of the loss.
     """
 
-    def __init__(self, sparsity: float = 0.1) -> None:
+    def __init__(self, sparsity_weight: float = 0.1) -> None:
         super().__init__()
-        self.sparsity = check_number(sparsity, 'sparsity', minimum=0)
+        self.sparsity_weight = check_number(sparsity_weight, 'sparsity_weight', minimum=0)
 
     def extra_repr(self) -> str:
-        return f'sparsity={self.sparsity}'
+        return f'sparsity_weight={self.sparsity_weight}'
 
     def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
         masks = torch.cat(list(gate_masks(model).values()), dim=1)
-        return {'sparsity_loss': Term(masks.abs().mean(), self.sparsity, 'sparsity')}
+        return {'sparsity_loss': Term(masks.abs().mean(), self.sparsity_weight, 'sparsity_weight')}
 
     def stats(self, model: nn.Module) -> Dict[str, torch.Tensor]:
         return gate_density(model)

@@ -16,7 +16,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from .gate import ChannelGate
 
-__all__ = ['Channels', 'gated_channels', 'inner_channels', 'narrow_map', 'narrow_maps', 'residual_blocks']
+__all__ = ['Channels', 'check_map', 'gated_channels', 'inner_channels', 'narrow_map', 'narrow_maps', 'residual_blocks']
 
 Channels = Mapping[str, Sequence[int]]  # one number an inner map, by the name of the block
 
@@ -51,6 +51,9 @@ def narrow_maps(model: nn.Module, inner: Optional[Channels] = None, gated: Optio
         gated: How many of these have gates; by default all that have one now.
     """
     inner, gated = inner or {}, gated or {}
+    for name, given in (('inner_channels', inner), ('gated_channels', gated)):
+        if not isinstance(given, Mapping):
+            raise ValueError(f'{name} must be a mapping from names of blocks to lists, got {given!r}.')
     blocks = dict(residual_blocks(model))
     widths, gates = inner_channels(model), gated_channels(model)
     for name in dict.fromkeys((*inner, *gated)):
@@ -73,9 +76,9 @@ def narrow_map(block: Any, index: int, keep: torch.Tensor, num_gates: int = 0) -
             convolution cannot do without.
         num_gates: The first so many keep their gates; the others are always open from now on.
     """
+    check_map(block, index)
     conv, norm, reader = (getattr(block, name) for name in (f'conv{index}', f'bn{index}', f'conv{index + 1}'))
     gate = _gate(block, index)
-    _check_block(block, conv, norm, reader, gate)
     if not len(keep):
         with torch.no_grad():
             reader.weight[:, 0] = 0
@@ -111,8 +114,16 @@ def _check(values: Any, limits: Sequence[int], name: str, minimum: int) -> Seque
     return values
 
 
-def _check_block(
-        block: Any, conv: nn.Module, norm: nn.Module, reader: nn.Module, gate: Optional[nn.Module]) -> None:
+def check_map(block: Any, index: int) -> None:
+    """Refuse an inner map of a residual block that cannot be made narrower.
+
+    Args:
+        block: The block.
+        index: Of the map.
+    """
+    names = (f'conv{index}', f'bn{index}', f'conv{index + 1}')
+    conv, norm, reader = (getattr(block, name, None) for name in names)
+    gate: Optional[nn.Module] = _gate(block, index)
     plain = all(type(module) is nn.Conv2d and module.groups == 1 for module in (conv, reader))
     if not plain or not isinstance(norm, (_NormBase, FrozenBatchNorm2d)):
         raise ValueError(
@@ -120,6 +131,11 @@ def _check_block(
             f'{conv}, {norm} and {reader}.')
     if gate is not None and not isinstance(gate, ChannelGate):
         raise ValueError(f'only maps under a ChannelGate can be made narrower, got one under a {type(gate).__name__}.')
+    if getattr(block, 'with_plugins', False):  # mmseg's
+        raise ValueError(f'a {type(block).__name__} with plugins cannot be made narrower.')
+    if getattr(block, 'gate_before_act', False) and float(getattr(block, f'act{index}')(torch.zeros(()))) != 0:
+        raise ValueError(
+            f'a channel that is closed before {getattr(block, f"act{index}")} is not zero after it, so it cannot go.')
     between = getattr(block, 'aa', None)
     if between is not None and not isinstance(between, nn.Identity):
         raise ValueError(f'a block with {type(between).__name__} between its convolutions cannot be made narrower.')
@@ -132,6 +148,8 @@ def _take(module: nn.Module, names: Sequence[str], keep: torch.Tensor, dim: int 
         if tensor is None:
             continue
         selected = tensor.detach().index_select(dim, keep)
+        if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous():
+            selected = selected.to(memory_format=torch.channels_last)
         if isinstance(tensor, nn.Parameter):
             selected = nn.Parameter(selected, requires_grad=tensor.requires_grad)
         setattr(module, name, selected)

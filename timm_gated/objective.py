@@ -144,7 +144,7 @@ class GateLosses(Objective):
         if (prior_end is None) != (prior_epochs is None):
             raise ValueError(
                 f'prior_end and prior_epochs belong together, got {prior_end!r} and {prior_epochs!r}.')
-        self.prior = create_prior(prior) if prior_end is None else Mixture(prior, prior_end, share=0.)
+        self.prior = create_prior(prior) if prior_end is None else Mixture(prior, prior_end, share=1.)
         self.prior_epochs = None if prior_epochs is None else check_epochs(prior_epochs, 'prior_epochs')
         self.lam_reduction = check_reduction(lam_reduction, ('sum', 'mean'))
         self.gamma_reduction = check_reduction(gamma_reduction, ('sum', 'mean'))
@@ -194,11 +194,11 @@ class GateLosses(Objective):
 
 
 def gate_density(model: nn.Module) -> Dict[str, torch.Tensor]:
-    """Share of the gates that were open in the last forward pass, and that would be open in evaluation."""
+    """Share of the gates that were open in the last forward pass (soft ones in part), and would be in evaluation."""
     last = _last(model)
-    decisions = torch.cat([gate.decision for gate, _ in last], dim=1)  # type: ignore[misc]
+    masks = torch.cat([gate.mask.detach() for gate, _ in last], dim=1)  # type: ignore[union-attr]
     in_evaluation = torch.cat([gate.decide(logits.detach()) for gate, logits in last], dim=1)
-    return {'gate_density': decisions.mean(), 'gate_density_eval': in_evaluation.mean()}
+    return {'gate_density': masks.mean(), 'gate_density_eval': in_evaluation.mean()}
 
 
 def gate_prior(model: nn.Module) -> Optional[Prior]:

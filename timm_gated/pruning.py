@@ -7,24 +7,25 @@ Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://op
 """
 import copy
 import math
+import operator
 from dataclasses import dataclass
 from functools import singledispatch
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, SupportsIndex, Tuple
 
 import timm
 import torch
 import torch.nn as nn
 
 from .checks import check_number
-from .gate import ChannelGate, gates
+from .gate import ChannelGate, Gating, gates, unwrap
 from .gated_net import GatedNet
-from .narrow import gated_channels, inner_channels, narrow_map
+from .narrow import check_map, gated_channels, inner_channels, narrow_map
 from .record import GateRecord, Outcome, check_gated, classification_step, record_gates
 from .statistics import GateCounts, check_threshold, gate_kinds
 
 __all__ = [
-    'Figures', 'Pruned', 'check_classes', 'keep_used_filters', 'prune_static', 'prune_with', 'specialize',
-    'without_gates',
+    'Figures', 'Pruned', 'check_classes', 'check_repeatable', 'keep_used_filters', 'prune_static', 'prune_with',
+    'specialize', 'without_gates',
 ]
 
 Step = Callable[[nn.Module, Any], Outcome]
@@ -108,6 +109,7 @@ def prune_static(
         >>> print(pruned)
         >>> save_pretrained(pruned.model, 'pruned')
     """
+    model = _check_classifier(model)
     return prune_with(model, _classify, _class_names(model), loader, threshold, eval_loader=eval_loader)
 
 
@@ -135,16 +137,18 @@ def specialize(
         threshold: The share, in (0.5, 1].
         eval_loader: As `loader`, the data that the figures are measured on; `loader` by default.
         train_loader: As `loader`, the data of the fine-tuning; `loader` by default.
-        epochs: Epochs of fine-tuning by SGD, its rate falling to zero along a cosine.
+        epochs: Epochs of fine-tuning by SGD, its rate falling from epoch to epoch along a cosine.
         lr: Its learning rate at the start.
     """
-    check_classes(classes, model.num_classes)  # type: ignore[arg-type]
+    model = _check_classifier(model)
+    classes = check_classes(classes, model.num_classes)  # type: ignore[arg-type]
+    _check_head(model, classes)
     check_number(epochs, 'epochs', minimum=0, integer=True)
     check_number(lr, 'lr', above=0)
     names = [str(label) for label in classes]
 
     def of_classes(source: Iterable[Any]) -> '_ImagesOf':
-        _check_repeatable(source)
+        check_repeatable(source)
         return _ImagesOf(source, classes)
 
     def adapt(network: nn.Module) -> nn.Module:
@@ -183,19 +187,26 @@ def prune_with(
         adapt: What else is done to the pruned network.
         eval_loader: Yields the batches that the figures are measured on; `loader` by default.
     """
+    model = unwrap(model)
     check_threshold(threshold)
     check_gated(model)
-    _check_repeatable(loader)
+    _blocks_of_gates(model)  # refuses, before the work, what cannot be pruned
     eval_loader = loader if eval_loader is None else eval_loader
-    _check_repeatable(eval_loader)
+    for source in (loader, eval_loader):
+        check_repeatable(source)
+    modes = {module: module.training for module in model.modules()}
 
     def record(network: nn.Module, source: Iterable[Any]) -> GateRecord:
         return record_gates(network, source, class_names, lambda batch: step(network, batch))
 
-    seen = record(model, loader)
-    before = seen if eval_loader is loader else record(model, eval_loader)
-    for name, count in zip(class_names, seen.class_counts, strict=True):
-        if not keep_gates and not count:
+    try:
+        seen = record(model, loader)
+        before = seen if eval_loader is loader else record(model, eval_loader)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    for name, counts in zip(class_names, zip(seen.class_counts, before.class_counts, strict=True), strict=True):
+        if not keep_gates and not all(counts):
             raise ValueError(f'the data has no sample of class {name}, so what it needs cannot be told.')
     shares = {name: torch.from_numpy(seen.open_share[span]) for name, span in seen.spans()}
     pruned = adapt(keep_used_filters(model, shares, threshold, keep_gates))
@@ -225,6 +236,11 @@ def keep_used_filters(
         keep_gates: Keep the gates that are neither; otherwise their filters always run.
     """
     blocks = _blocks_of_gates(model)
+    for name, share in open_share.items():
+        if name not in blocks or share.shape != (model.get_submodule(name).num_gates,):
+            raise ValueError(
+                f"open_share has {list(share.shape)} for '{name}'; a share for each gate of a module is needed, the "
+                f'modules being {", ".join(blocks)}.')
     pruned = copy.deepcopy(model)
     pruned.eval()  # (by itself: mmseg's backbones return nothing from it)
     for name, share in open_share.items():
@@ -260,11 +276,20 @@ def _(network: GatedNet) -> nn.Module:
         network.model_args = {**network.model_args, 'inner_channels': widths, 'gated_channels': gated_channels(network)}
         return network
     args = {**network.dense_args, 'inner_channels': widths, 'num_classes': network.num_classes}
-    dense: Any = timm.create_model(network.dense_variant, **args).to(next(network.parameters()))
-    weights = network.state_dict()
-    dense.load_state_dict({name: weights[name] for name in dense.state_dict()})
+    dense: Any = timm.create_model(network.dense_variant, **args)
+    _move_layers(network, dense)
     dense.pretrained_cfg = {**network.pretrained_cfg, 'architecture': network.dense_variant}
     return dense.eval()
+
+
+def _move_layers(source: nn.Module, target: nn.Module) -> None:
+    """Give a plain network the layers of a gated one: the very modules, with all that was done to them."""
+    for name, child in target.named_children():
+        own = getattr(source, name)
+        if any(isinstance(module, Gating) for module in own.modules()):
+            _move_layers(own, child)
+        else:
+            setattr(target, name, own)
 
 
 def _replace_networks(model: nn.Module) -> nn.Module:
@@ -287,6 +312,7 @@ def _blocks_of_gates(model: nn.Module) -> Dict[str, Tuple[str, int]]:
             raise ValueError(
                 f"gate '{name}' is a {type(gate).__name__} of a {type(block).__name__}; only inner maps that a "
                 f'ChannelGate switches can be pruned.')
+        check_map(block, index)
         found[name] = block_name, index
     return found
 
@@ -303,19 +329,36 @@ def _classify(model: Any, batch: Any) -> Outcome:
     return classification_step(model, model.num_classes)(batch)
 
 
-def _check_repeatable(loader: Any) -> None:
+def check_repeatable(loader: Any) -> None:
+    """Refuse data that can be read only once."""
     if isinstance(loader, Iterator):
         raise ValueError(
             f'the data is read more than once, and a {type(loader).__name__} can be read only once: give a loader.')
 
 
-def check_classes(classes: Any, num_classes: int) -> None:
-    """Refuse what is not a list of two or more different labels."""
-    if not isinstance(classes, Sequence) or len(classes) < 2 or len(set(classes)) < len(classes):
+def check_classes(classes: Any, num_classes: int) -> List[int]:
+    """Return two or more different labels as a list of numbers; refuse anything else."""
+    labels = list(classes) if isinstance(classes, Iterable) and not isinstance(classes, str) else []
+    if len(labels) < 2 or len(set(labels)) < len(labels):
         raise ValueError(f'classes must be a list of two or more different labels, got {classes!r}.')
-    for label in classes:
-        if type(label) is not int or not 0 <= label < num_classes:
+    for label in labels:
+        if not isinstance(label, SupportsIndex) or not 0 <= operator.index(label) < num_classes:
             raise ValueError(f'there is no class {label!r}; the model has the classes 0 to {num_classes - 1}.')
+    return [operator.index(label) for label in labels]
+
+
+def _check_classifier(model: nn.Module) -> nn.Module:
+    model = unwrap(model)
+    if not getattr(model, 'num_classes', 0):
+        raise ValueError(f'this {type(model).__name__} has no classes: pruning needs a classifier, to measure it by.')
+    return model
+
+
+def _check_head(model: Any, classes: Sequence[int]) -> nn.Linear:
+    head = model.get_classifier()
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f'the head must be a linear layer to be cut to {len(classes)} classes, got {head}.')
+    return head
 
 
 class _ImagesOf:
@@ -327,7 +370,7 @@ class _ImagesOf:
 
     def __iter__(self) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
         rest: List[torch.Tensor] = []
-        size = 0
+        size, empty = 0, True
         for images, labels in self.loader:
             size = size or len(labels)
             matches = labels[:, None] == self.classes.to(labels.device)
@@ -338,15 +381,16 @@ class _ImagesOf:
             while len(rest[1]) >= size:
                 yield rest[0][:size], rest[1][:size]
                 rest = [part[size:] for part in rest]
+                empty = False
         if rest and len(rest[1]):
             yield rest[0], rest[1]
+        elif empty:
+            raise ValueError(f'the data has no sample of the classes {self.classes.tolist()}.')
 
 
 def _cut_head(model: Any, classes: Sequence[int]) -> None:
     """Keep the outputs of some classes. In place."""
-    whole = model.get_classifier()
-    if not isinstance(whole, nn.Linear):
-        raise ValueError(f'the head must be a linear layer to be cut to {len(classes)} classes, got {whole}.')
+    whole = _check_head(model, classes)
     model.reset_classifier(len(classes), global_pool=model.global_pool.pool_type)
     with torch.no_grad():
         for name, parameter in model.get_classifier().named_parameters():
@@ -356,6 +400,7 @@ def _cut_head(model: Any, classes: Sequence[int]) -> None:
 def _fine_tune(model: nn.Module, loader: Iterable[Any], epochs: int, lr: float) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
     model.train()
+    steps = 0
     for epoch in range(epochs):
         for group in optimizer.param_groups:
             group['lr'] = lr * (1 + math.cos(math.pi * epoch / epochs)) / 2
@@ -367,4 +412,7 @@ def _fine_tune(model: nn.Module, loader: Iterable[Any], epochs: int, lr: float) 
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            steps += 1
+    if not steps:
+        raise ValueError('there is nothing to fine-tune on: the data has not two samples of the classes.')
     model.eval()

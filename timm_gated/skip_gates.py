@@ -66,7 +66,7 @@ class RecurrentGate(SkipGate):
         in_channels: Channels of the block's input.
         num_gates: Blocks to switch.
         hidden_channels: Width of projection and LSTM.
-        bias: Initial bias of the logits.
+        bias: Initial bias of the logits; by default about 88 % of the blocks run, as otherwise few would ever learn.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RecurrentGate(SkipGate):
             in_channels: int,
             num_gates: int,
             hidden_channels: int = 10,
-            bias: float = 0.,
+            bias: float = 2.,
             device=None,
             dtype=None,
     ) -> None:
@@ -116,14 +116,14 @@ class _FeedForwardGate(SkipGate):
     Args:
         in_channels: Channels of the block's input.
         num_gates: Blocks to switch.
-        bias: Initial bias of open; that of closed is zero.
+        bias: Initial bias of open; that of closed is zero. By default about 88 % of the blocks run.
     """
 
     def __init__(
             self,
             in_channels: int,
             num_gates: int,
-            bias: float = 0.,
+            bias: float = 2.,
             device=None,
             dtype=None,
     ) -> None:

@@ -19,7 +19,7 @@ from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 import torch.nn as nn
 from tqdm import tqdm
 
-from timm_gated import Beta, gates
+from timm_gated import gates
 from timm_gated.analysis import (
     GateRecord,
     ReportOptions,
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> Tuple[GateRecord, FetchImage, ReportOptions
     check_names(options, data.class_names, check_gated(model))
     if options.name in options.compare:
         raise ValueError(f"a report to compare with is also called '{options.name}': give this one a --name.")
-    options.prior = gate_prior(model) or Beta()
+    options.prior = gate_prior(model)
     batches = tqdm(data.loader, desc=options.name, unit='batch')
     record = record_gates(model, batches, data.class_names, data.step)
     return record, data.fetch_image, options

@@ -78,7 +78,9 @@ def labels_of(names: Sequence[str], class_names: Sequence[str]) -> List[int]:
 def training_loader(network: nn.Module, args: Namespace) -> Any:
     """The data of --split with timm's augmentation, for fine-tuning."""
     config = resolve_data_config(vars(args), model=network)
-    dataset = create_dataset(args.dataset, root=args.data_dir, split=args.split, class_map=args.class_map)
+    dataset = create_dataset(
+        args.dataset, root=args.data_dir, split=args.split, class_map=args.class_map,
+        input_img_mode='L' if config['input_size'][0] == 1 else 'RGB')
     return create_loader(
         dataset, config['input_size'], args.batch_size, is_training=True, scale=args.scale, ratio=args.ratio,
         hflip=args.hflip, color_jitter=0., interpolation=config['interpolation'], mean=config['mean'],
@@ -90,6 +92,8 @@ def prune_classifier(args: Namespace) -> Pruned:
     """Prune a timm model, and save it."""
     if not args.model:
         raise ValueError('give --model (a gated timm model) or --mmseg-config.')
+    if args.epochs and not args.classes:
+        raise ValueError('--epochs is of the fine-tuning to --classes; a network without them is only pruned.')
     network = create_network(args.model, args.checkpoint, args)
     data = create_data(check_gated(network), args)
     judged = Progress(data.loader, 'gates')
@@ -104,19 +108,22 @@ def prune_classifier(args: Namespace) -> Pruned:
     else:
         pruned = prune_static(network, judged, args.threshold, evaluated)
     if args.output:
-        save_pretrained(pruned.model, args.output)
+        save_pretrained(pruned.model, args.output, args.classes or data.class_names)
     return pruned
 
 
 def prune_segmentor(args: Namespace) -> Pruned:
     """Prune the model of an mmseg config, and write the config and the weights that are left."""
-    from mmengine.config import Config  # these need the extra `mmseg`
-
-    from mmseg_plugin import pruning
-    from mmseg_plugin.analysis import create_segmentation
+    from mmseg_plugin import pruning  # these need the extra `mmseg`
+    from mmseg_plugin.analysis import create_segmentation, load_config
+    from mmseg_plugin.backbones import backbone_cfg
+    if args.eval_split:
+        raise ValueError('--eval-split is for timm models; the figures of a segmentor are of its test_dataloader.')
     if args.epochs:
         raise ValueError("--epochs is for timm models; train the config of --output by mmseg's tools/train.py instead.")
     model, data = create_segmentation(args.mmseg_config, args.checkpoint, args.cfg_options, args.device)
+    if args.output:
+        backbone_cfg(model.backbone)  # refuses, before the work, what cannot be saved
     judged, labels = Progress(data.loader, 'images'), None
     if args.classes:
         labels = labels_of(args.classes, data.class_names)
@@ -124,7 +131,7 @@ def prune_segmentor(args: Namespace) -> Pruned:
     else:
         pruned = pruning.prune_static(model, judged, args.threshold)
     if args.output:
-        pruning.save(pruned.model, Config.fromfile(args.mmseg_config), args.output, labels)
+        pruning.save(pruned.model, load_config(args.mmseg_config, args.cfg_options), args.output, labels)
     return pruned
 
 

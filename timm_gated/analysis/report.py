@@ -54,7 +54,7 @@ class ReportOptions:
         classes: Classes to lay over the firing histograms; by default two that are alike and one that is not.
         groups: Names of classes by group, for the similarity of classes.
         gates: Gates to compare with the prior and to follow over training; by default some far apart.
-        prior: Prior of the batch-shaping loss.
+        prior: Prior of the batch-shaping loss; None if there was none.
         snapshots: Of the training.
         compare: Distributions of other models, by name, to be drawn beside this one's.
         threshold: Share of inputs above which a gate counts as always on or always off.
@@ -67,7 +67,7 @@ class ReportOptions:
     classes: Optional[Sequence[str]] = None
     groups: Optional[Mapping[str, Sequence[str]]] = None
     gates: Optional[Sequence[str]] = None
-    prior: Prior = field(default_factory=Beta)
+    prior: Optional[Prior] = field(default_factory=Beta)
     snapshots: Optional[Snapshots] = None
     compare: Mapping[str, Distribution] = field(default_factory=dict)
     threshold: float = 0.99
@@ -204,12 +204,13 @@ def report_sections(
             'class_similarity', 'Do similar classes use similar filters?',
             _similarity_text(similarity) if similarity else why_not,
             class_similarity_figure(similarity) if similarity else None),
-        Section(
+    ]
+    if options.prior is not None:
+        sections.append(Section(
             'prior', 'Batch shaping: gates against their prior',
             'Distribution of σ(logit) of single gates over the data set, against the prior of batch shaping; the '
             'distance is the batch-shaping loss of the whole set.',
-            prior_figure(record, options.prior, options.gates)),
-    ]
+            prior_figure(record, options.prior, options.gates)))
     if not rare_gates:
         fires = record.examples.shape[1]
         sections[2].text = f'No gate fires for at least {fires} images and at most {options.rare:.0%} of them.'
@@ -270,7 +271,7 @@ def _numbers(record: GateRecord, options: ReportOptions, similarity: Optional[Cl
         'classes': classes,
         'difficulty': asdict(difficulty(record)),
         'specialised_gates': [asdict(gate) for gate in specialised_gates(record, rare=options.rare)],
-        'prior': {
+        'prior': None if options.prior is None else {
             'prior': f'{type(options.prior).__name__}({options.prior.extra_repr()})',
             'mean_distance': prior_distance(record, options.prior).mean()},
         'class_similarity': None,
