@@ -11,7 +11,7 @@ import torch.nn as nn
 from mmseg.models.segmentors import CascadeEncoderDecoder, EncoderDecoder
 from mmseg.registry import MODELS
 
-from timm_gated import MacCounter, gates
+from timm_gated import MacCounter
 from timm_gated.objective import gate_density
 
 __all__ = ['GatedCascadeEncoderDecoder', 'GatedEncoderDecoder']
@@ -45,8 +45,7 @@ class _GatedSegmentor(nn.Module):
                 losses[loss.loss_name] = loss(self)
                 # (a key without 'loss' in it: mmengine adds up all that have)
                 losses[f'weight_{loss.loss_name}'.replace('loss_', '')] = inputs.new_tensor(loss.loss_weight)
-        if gates(self):
-            losses.update(gate_density(self))
+        losses.update(gate_density(self))
         return losses
 
     def predict(self, inputs: torch.Tensor, data_samples: Any = None) -> List[Any]:

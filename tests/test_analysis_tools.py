@@ -1,22 +1,20 @@
 """The tools as users run them: reports, tables and figures from the command line, and what they say to mistakes"""
-import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import timm
 import torch
 from mmseg_small import write_config
 from small_analysis import CLASSES, MODEL_KWARGS, make_net, write_images
+from tool import TOOLS, run_tool
 
 from timm_gated import gates
 
-TOOLS = Path(__file__).parents[1] / 'tools'
 NET = ['--model', 'gated_resnet20', '--model-kwargs', 'layers=(1,1,1)', 'channels=(8,8,8)', '--num-classes', '7']
 
 
@@ -24,14 +22,6 @@ def run(tool: str, *args) -> subprocess.CompletedProcess:
     command = [sys.executable, str(TOOLS / f'{tool}.py'), *map(str, args)]
     env = dict(os.environ, OMP_NUM_THREADS='1')
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
-
-
-def main(tool: str, *args) -> int:
-    """The same in this process, which is quicker."""
-    spec = importlib.util.spec_from_file_location(tool, TOOLS / f'{tool}.py')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main([str(arg) for arg in args])
 
 
 @pytest.fixture(scope='module')
@@ -65,7 +55,7 @@ def test_analyze_gates(options, tmp_path):
     assert (tmp_path / 'report' / 'extremes.png').stat().st_size > 5000
     # another report beside this one
     other = [*options[:-1], tmp_path / 'other']
-    assert main('analyze_gates', *other, '--compare', tmp_path / 'report') == 0
+    assert run_tool('analyze_gates', *other, '--compare', tmp_path / 'report') == 0
     assert {path.name for path in tmp_path.iterdir()} == {'report', 'other'}
 
 
@@ -97,7 +87,7 @@ def test_segmentation(tmp_path):
     # random label maps of 64 x 128 pixels show every class
     assert {entry['num_samples'] for entry in content['classes']} == {3} and content['classes'][0]['name'] == 'road'
     assert (tmp_path / 'report' / 'extremes.png').exists() and (tmp_path / 'report' / 'prior.png').exists()
-    assert main('analyze_gates', '--mmseg-config', config, '--output', tmp_path / 'other', '--cfg-options',
+    assert run_tool('analyze_gates', '--mmseg-config', config, '--output', tmp_path / 'other', '--cfg-options',
                 'model.test_cfg.mode=slide') == 1
 
 
@@ -117,7 +107,7 @@ def test_segmentation(tmp_path):
     (['--mmseg-config', 'nowhere.py'], 'there is no file nowhere.py'),
 ])
 def test_mistakes_leave_no_report(options, change, message, tmp_path, capsys):
-    assert main('analyze_gates', *options, *change) == 1
+    assert run_tool('analyze_gates', *options, *change) == 1
     error = capsys.readouterr().err
     assert re.search(message, error.replace('\n', ' ')), error
     assert 'Traceback' not in error and list(tmp_path.iterdir()) == []
@@ -126,15 +116,15 @@ def test_mistakes_leave_no_report(options, change, message, tmp_path, capsys):
 def test_empty_data_and_a_class_without_images(options, checkpoints, tmp_path, capsys):
     empty = tmp_path / 'empty' / 'validation'
     (empty / 'ant').mkdir(parents=True)
-    assert main('analyze_gates', *options, '--data-dir', empty.parent) == 1
+    assert run_tool('analyze_gates', *options, '--data-dir', empty.parent) == 1
     assert 'no data in' in capsys.readouterr().err
 
     some = write_images(tmp_path / 'some', CLASSES[:3])
-    assert main('analyze_gates', *options, '--data-dir', some) == 1
+    assert run_tool('analyze_gates', *options, '--data-dir', some) == 1
     assert 'labels, which follow the order of the folders' in capsys.readouterr().err
     names = tmp_path / 'classes.txt'
     names.write_text('\n'.join(CLASSES) + '\n')
-    assert main('analyze_gates', *options, '--data-dir', some, '--class-map', names) == 0
+    assert run_tool('analyze_gates', *options, '--data-dir', some, '--class-map', names) == 0
     assert 'left out: dog, eel, fox, gnu' in (tmp_path / 'report' / 'index.html').read_text()
 
 
@@ -144,32 +134,32 @@ def test_a_checkpoint_that_could_run_code_is_refused(options, tmp_path, capsys):
             return os.mkdir, (str(tmp_path / 'pwned'),)
 
     torch.save({'state_dict': Evil()}, tmp_path / 'evil.pth')
-    assert main('analyze_gates', *options, '--checkpoint', tmp_path / 'evil.pth') == 1
+    assert run_tool('analyze_gates', *options, '--checkpoint', tmp_path / 'evil.pth') == 1
     assert 'does not load' in capsys.readouterr().err and not (tmp_path / 'pwned').exists()
 
 
 def test_mistakes_in_results(tmp_path, capsys):
-    assert main('tradeoff') == 1
+    assert run_tool('tradeoff') == 1
     assert 'no result to draw' in capsys.readouterr().err
-    assert main('tradeoff', tmp_path) == 1
+    assert run_tool('tradeoff', tmp_path) == 1
     assert 'holds neither evaluation.json nor gates.json' in capsys.readouterr().err
     (tmp_path / 'x.json').write_text('[]')
-    assert main('tradeoff', tmp_path / 'x.json') == 1
+    assert run_tool('tradeoff', tmp_path / 'x.json') == 1
     assert 'x.json is no result of tools/evaluate.py' in capsys.readouterr().err
-    assert main('evaluate', '--checkpoint', 'a.pth') == 1
+    assert run_tool('evaluate', '--checkpoint', 'a.pth') == 1
     assert "of which model is 'a.pth'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('tool', ['analyze_gates', 'evaluate', 'tradeoff'])
 def test_help(tool, capsys):
     with pytest.raises(SystemExit) as stop:
-        main(tool, '--help')
+        run_tool(tool, '--help')
     assert stop.value.code == 0 and 'tools/' in capsys.readouterr().out
 
 
 def test_benchmark_runs(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(TOOLS))  # as for a script
-    main('benchmark_analysis', '--images', '2', '--batch-size', '2', '--rounds', '1')
+    run_tool('benchmark_analysis', '--images', '2', '--batch-size', '2', '--rounds', '1')
     assert re.search(r'plain [\d.]+ s, recorded [\d.]+ s, [\d.]+ times as long', capsys.readouterr().out)
 
 
@@ -188,7 +178,7 @@ def test_prune(data, checkpoints, tmp_path):
     assert int(listed.group(1)) == count
     assert 'parameters' in done.stdout and 'Pruned network' not in done.stdout
 
-    assert main('prune', *options, '--output', tmp_path / 'pruned') == 0
+    assert run_tool('prune', *options, '--output', tmp_path / 'pruned') == 0
     pruned = timm.create_model(f'local-dir:{tmp_path / "pruned"}', pretrained=True)
     assert sum(p.numel() for p in pruned.parameters()) < sum(p.numel() for p in make_net().parameters())
 
@@ -208,5 +198,5 @@ def test_prune(data, checkpoints, tmp_path):
 ])
 def test_mistakes_with_prune(data, checkpoints, more, message, capsys):
     options = [*NET, '--checkpoint', checkpoints / 'gated.pth.tar', '--data-dir', data, '--workers', '0']
-    assert main('prune', *options, *more) == 1
+    assert run_tool('prune', *options, *more) == 1
     assert re.search(message, capsys.readouterr().err)

@@ -1,5 +1,4 @@
 """ONNX files and torch.export programs of gated, pruned and specialised networks give torch's outputs"""
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +10,12 @@ import torch
 from nets import SMALL, TINY, is_imagenet, shuffle
 from small_analysis import make_batches, make_net
 from timm.utils.onnx import onnx_export
+from tool import run_tool
 
 from timm_gated import force_gates
 from timm_gated.export import export_onnx, export_program, onnx_difference
 from timm_gated.hub import save_pretrained
 from timm_gated.pruning import prune_static, specialize
-
-TOOL = Path(__file__).parents[1] / 'tools' / 'export_onnx.py'
 
 
 @pytest.fixture(scope='module')
@@ -133,10 +131,7 @@ def test_a_failure_leaves_nothing(networks, tmp_path, monkeypatch):
 
 
 def main(*args) -> int:
-    spec = importlib.util.spec_from_file_location('export_onnx', TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main([str(arg) for arg in args])
+    return run_tool('export_onnx', *args)
 
 
 def test_tool(networks, tmp_path, capsys):

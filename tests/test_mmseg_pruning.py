@@ -1,5 +1,4 @@
 """Pruned and specialised segmentors, and mmseg's own scripts on what is saved of them"""
-import importlib.util
 import os
 import re
 import subprocess
@@ -18,6 +17,7 @@ from mmengine.config import Config
 from mmseg.registry import MODELS
 from mmseg_small import write_config
 from nets import shuffle
+from tool import run_tool
 
 from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d, SlimResNet
 from mmseg_plugin.analysis import create_segmentation
@@ -29,7 +29,6 @@ from timm_gated.narrow import inner_channels
 from timm_gated.pruning import keep_used_filters
 
 SCRIPTS = Path(mmseg.__file__).parent / '.mim' / 'tools'
-TOOL = Path(__file__).parents[1] / 'tools' / 'prune.py'
 D8 = dict(dilations=(1, 1, 2, 4), strides=(1, 2, 1, 1), contract_dilation=True)
 
 
@@ -171,10 +170,7 @@ def run(*command) -> str:
 
 
 def prune(*args) -> int:
-    spec = importlib.util.spec_from_file_location('prune', TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main([str(arg) for arg in args])
+    return run_tool('prune', *args)
 
 
 def test_scripts_of_mmseg_run_what_the_tool_writes(segmentation, tmp_path, capsys):

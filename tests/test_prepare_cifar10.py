@@ -1,5 +1,4 @@
 """Tests of tools/prepare_cifar10.py, on tiny synthetic batches in every layout that it accepts."""
-import importlib.util
 import io
 import json
 import os
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from timm.data.transforms import RandomResizedCropAndInterpolation
+from tool import load_tool
 
 SCRIPT = Path(__file__).resolve().parents[1] / 'tools' / 'prepare_cifar10.py'
 BATCH_SIZE = 6
@@ -23,11 +23,7 @@ LAYOUTS = ['batches', 'batches_parent', 'batches_tar', 'npm', 'npm_parent', 'npm
 
 @pytest.fixture(scope='module')
 def module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location('prepare_cifar10', SCRIPT)
-    assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
+    return load_tool('prepare_cifar10')
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """The README is the truth: its snippets run, its zoo is what the models are, its paths exist"""
 import functools
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +8,7 @@ import pytest
 import timm
 import torch
 from nets import GATED, family
+from tool import load_tool
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text()
@@ -35,10 +35,7 @@ def test_zoo_is_complete():
 
 @functools.cache
 def model_table() -> ModuleType:
-    spec = importlib.util.spec_from_file_location('model_table', ROOT / 'tools' / 'model_table.py')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool('model_table')
 
 
 @pytest.mark.parametrize('row, name', sorted({*ZOO, *ALL_METHODS}), ids=lambda value: value if '|' not in value else '')

@@ -17,7 +17,7 @@ from timm.models.resnet import BasicBlock, Bottleneck
 
 from .gate import ChannelGate, Gate, GatePool, apply_gate
 
-__all__ = ['GatedBasicBlock', 'GatedBottleneck', 'GatedConvs', 'check_maps']
+__all__ = ['GatedBasicBlock', 'GatedBottleneck', 'GatedConvs', 'add_shortcut', 'check_maps']
 
 # What gates switch in a block, by the convolution's name: the gate over its inputs and the gate over its outputs. One
 # decision of a gate stands for an equal share of them: a filter, or, if it is the only one, the whole convolution.
@@ -106,6 +106,25 @@ def _switch(x: torch.Tensor, masks: Masks, index: int) -> torch.Tensor:
     return apply_gate(x, masks[index]) if index in masks else x
 
 
+def add_shortcut(block: Any, x: torch.Tensor, shortcut: torch.Tensor, act: nn.Module) -> torch.Tensor:
+    """How timm's blocks end.
+
+    Args:
+        block: The block.
+        x: The residual branch.
+        shortcut: The input of the block.
+        act: Its last activation.
+    """
+    if block.se is not None:
+        x = block.se(x)
+    if block.drop_path is not None:
+        x = block.drop_path(x)
+    if block.downsample is not None:
+        shortcut = block.downsample(shortcut)
+    x += shortcut
+    return act(x)
+
+
 class GatedBasicBlock(_GatedBlock, BasicBlock):
     """timm's BasicBlock with gated maps: by default the inner one, 1. Arguments as for `_GatedBlock`."""
 
@@ -125,18 +144,7 @@ class GatedBasicBlock(_GatedBlock, BasicBlock):
         x = self.bn2(x)
         x = _switch(x, masks, 2)
 
-        if self.se is not None:
-            x = self.se(x)
-
-        if self.drop_path is not None:
-            x = self.drop_path(x)
-
-        if self.downsample is not None:
-            shortcut = self.downsample(shortcut)
-        x += shortcut
-        x = self.act2(x)
-
-        return x
+        return add_shortcut(self, x, shortcut, self.act2)
 
 
 class GatedBottleneck(_GatedBlock, Bottleneck):
@@ -162,15 +170,4 @@ class GatedBottleneck(_GatedBlock, Bottleneck):
         x = self.bn3(x)
         x = _switch(x, masks, 3)
 
-        if self.se is not None:
-            x = self.se(x)
-
-        if self.drop_path is not None:
-            x = self.drop_path(x)
-
-        if self.downsample is not None:
-            shortcut = self.downsample(shortcut)
-        x += shortcut
-        x = self.act3(x)
-
-        return x
+        return add_shortcut(self, x, shortcut, self.act3)

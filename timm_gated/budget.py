@@ -18,7 +18,7 @@ import torch.nn as nn
 
 from .checks import check_number
 from .macs import MacCounter, MacFormula
-from .objective import Objective, Step, Term, gate_density, gate_masks
+from .objective import Objective, Step, Term, gate_masks
 
 __all__ = ['MacBudget', 'budget_loss', 'mac_formula']
 
@@ -82,7 +82,7 @@ class MacBudget(Objective):
         return {'budget_loss': Term(budget_loss(used, formula.dense, self.budget), self.budget_weight, 'budget_weight')}
 
     def stats(self, model: nn.Module) -> Dict[str, torch.Tensor]:
-        return {**gate_density(model), **self._share}
+        return self._share
 
     def _formula(
             self, network: nn.Module, input_size: Tuple[int, ...], masks: Mapping[str, torch.Tensor]) -> MacFormula:

@@ -25,7 +25,7 @@ from .checks import check_number
 from .cifar_resnet import GatedCifarResNet, cifar_cfg, create_gated_cifar_resnet
 from .gate import ChannelGate, Gate, GatePool, apply_gate, gates
 from .gated_resnet import GatedResNet, create_gated_resnet, imagenet_cfg
-from .objective import Objective, Step, Term, gate_density, gate_masks
+from .objective import Objective, Step, Term, gate_masks
 
 __all__ = ['AigBasicBlock', 'AigBottleneck', 'AigGate', 'TargetRate', 'target_rate_loss']
 
@@ -181,9 +181,6 @@ class TargetRate(Objective):
         rates = torch.cat([mask.mean(0) for mask in gate_masks(model).values()])
         targets = rates.new_tensor(self.block_rates or [self.target_rate] * len(rates))
         return {'target_rate_loss': Term(target_rate_loss(rates, targets), self.target_weight, 'target_weight')}
-
-    def stats(self, model: nn.Module) -> Dict[str, torch.Tensor]:
-        return gate_density(model)
 
 
 def _check_rate(rate: Any, name: str) -> float:

@@ -24,12 +24,12 @@ import torch.nn as nn
 from timm.models import generate_default_cfgs, register_model
 from timm.models.resnet import BasicBlock
 
-from .blocks import GatedConvs
+from .blocks import GatedConvs, add_shortcut
 from .checks import check_number
 from .cifar_resnet import GatedCifarResNet, cifar_cfg, create_gated_cifar_resnet
 from .gate import Gate, GatePool
 from .gated_resnet import GatedResNet, create_gated_resnet, imagenet_cfg
-from .objective import Objective, Step, Term, gate_density, gate_scores
+from .objective import Objective, Step, Term, gate_scores
 from .schedules import Epochs, check_epochs, linear_warmup
 
 __all__ = ['FbsBasicBlock', 'SaliencyGate', 'Suppression', 'boost', 'winners']
@@ -181,18 +181,7 @@ class FbsBasicBlock(BasicBlock):
         x = self.bn2(x)
         x = boost(x, weights, self.bn2.bias)
 
-        if self.se is not None:
-            x = self.se(x)
-
-        if self.drop_path is not None:
-            x = self.drop_path(x)
-
-        if self.downsample is not None:
-            shortcut = self.downsample(shortcut)
-        x += shortcut
-        x = self.act2(x)
-
-        return x
+        return add_shortcut(self, x, shortcut, self.act2)
 
 
 class Suppression(Objective):
@@ -240,9 +229,6 @@ class Suppression(Objective):
     def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
         saliencies = torch.relu(gate_scores(model))
         return {'saliency_loss': Term(saliencies.sum(1).mean(), self.saliency_weight, 'saliency_weight')}
-
-    def stats(self, model: nn.Module) -> Dict[str, torch.Tensor]:
-        return gate_density(model)
 
 
 def _set_density(model: nn.Module, density: float) -> None:

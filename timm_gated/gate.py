@@ -109,7 +109,6 @@ class Gate(Gating):
     Attributes:
         logits: What the decision was taken from, with its graph, in float32 or better.
         mask: What it came to, with the gradient that the gate trains by: 0 or 1, or between them if it is soft.
-        decision: 1 where something has to be computed, and 0 where it is skipped. Detached.
         forced: A mask instead of the gate's own, see `force_gates`.
         log_odds: Whether `logits` are the log-odds of being open. Losses on probabilities need it.
         num_ungated: Channels of the map, after the gated ones, that have no gate and are always open: what pruning
@@ -124,12 +123,16 @@ class Gate(Gating):
         self.forced: Optional[torch.Tensor] = None
         self.logits: Optional[torch.Tensor] = None
         self.mask: Optional[torch.Tensor] = None
-        self.decision: Optional[torch.Tensor] = None
 
     @property
     def num_gates(self) -> int:
         """Number of decisions for an image: one a filter, or one for a whole block."""
         raise NotImplementedError
+
+    @property
+    def decision(self) -> Optional[torch.Tensor]:
+        """From the mask: 1 where something had to be computed, and 0 where it was skipped. Detached."""
+        return None if self.mask is None else (self.mask.detach() != 0).to(self.mask.dtype)
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
         """Logits [N, num_gates] from what the block hands to its gate."""
@@ -159,7 +162,7 @@ class Gate(Gating):
         else:
             mask = self.decide(logits)
         if not torch.compiler.is_exporting():  # an exported graph has no modules to keep state on
-            self.logits, self.mask, self.decision = logits, mask, (mask.detach() != 0).to(mask.dtype)
+            self.logits, self.mask = logits, mask
         weights = self.weigh(mask, logits)
         return F.pad(weights, (0, self.num_ungated), value=1.) if self.num_ungated else weights
 
@@ -173,7 +176,7 @@ class Gate(Gating):
 
     def __getstate__(self) -> Dict[str, Any]:
         # A non-leaf tensor cannot be deep-copied; and neither the last batch nor a context is a property of the model.
-        return {**self.__dict__, 'logits': None, 'mask': None, 'decision': None, 'forced': None}
+        return {**self.__dict__, 'logits': None, 'mask': None, 'forced': None}
 
 
 class ChannelGate(Gate):

@@ -25,7 +25,7 @@ from .cifar_resnet import GatedCifarResNet, cifar_cfg, create_gated_cifar_resnet
 from .gate import Gate, Gating, full_precision, gates, two_layers
 from .gated_net import GatedNet
 from .gated_resnet import GatedResNet, create_gated_resnet, imagenet_cfg
-from .objective import Objective, Step, Term, gate_density, gate_masks
+from .objective import Objective, Step, Term, gate_masks
 
 __all__ = ['Gater', 'GaterCifarResNet', 'GaterResNet', 'GateSparsity', 'HashingGate', 'semantic_hashing']
 
@@ -217,9 +217,6 @@ class GateSparsity(Objective):
     def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
         masks = torch.cat(list(gate_masks(model).values()), dim=1)
         return {'sparsity_loss': Term(masks.abs().mean(), self.sparsity_weight, 'sparsity_weight')}
-
-    def stats(self, model: nn.Module) -> Dict[str, torch.Tensor]:
-        return gate_density(model)
 
 
 default_cfgs = generate_default_cfgs({

@@ -5,9 +5,10 @@ The convention is the gating paper's; `count_macs` states it.
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 """
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
 
 import torch
 import torch.nn as nn
@@ -16,7 +17,7 @@ from torch.nn.modules.pooling import _AdaptiveAvgPoolNd, _AvgPoolNd
 
 from .gate import Gate, Gating, gates
 
-__all__ = ['MacCounter', 'MacFormula', 'Macs', 'ModuleMacs', 'count_macs']
+__all__ = ['MacCounter', 'MacFormula', 'Macs', 'ModuleMacs', 'count_macs', 'evaluation_mode']
 
 _COUNTED = (_ConvNd, nn.Linear, nn.RNNBase, nn.RNNCellBase)
 _POOLING = (_AdaptiveAvgPoolNd, _AvgPoolNd)
@@ -141,8 +142,9 @@ class MacCounter:
         if name in self._switches:
             used: Any = full
             for gate in self._switches[name]:
-                assert gate.decision is not None, f'{name} runs before a gate that switches it'
-                used = used // (gate.num_gates + gate.num_ungated) * (gate.decision.sum(1).long() + gate.num_ungated)
+                assert gate.mask is not None, f'{name} runs before a gate that switches it'
+                num_open = gate.mask.count_nonzero(dim=1) + gate.num_ungated
+                used = used // (gate.num_gates + gate.num_ungated) * num_open
             self._used[name] = self._used.get(name, 0) + used
 
     def macs(self) -> Macs:
@@ -211,15 +213,21 @@ def count_macs(model: nn.Module, x: torch.Tensor) -> Macs:
         >>> macs = count_macs(model, images)
         >>> macs.dense, macs.per_sample.float().mean(), macs.share
     """
+    with evaluation_mode(model), MacCounter(model) as counter:
+        model(x)
+    return counter.macs()
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Context in which a model is in evaluation mode; afterwards each of its modules is in the mode it was in."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
-        with MacCounter(model) as counter:
-            model(x)
+        yield
     finally:
         for module, training in modes.items():
             module.training = training
-    return counter.macs()
 
 
 def _batch_dim(module: nn.Module) -> int:

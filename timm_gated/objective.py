@@ -81,7 +81,7 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def stats(self, model: nn.Module) -> Dict[str, torch.Tensor]:
-        """What else is worth a place in the log."""
+        """What else is worth a place in the log. (The density of the gates is there already.)"""
         return {}
 
     def begin_epoch(self, model: nn.Module, epoch: int) -> None:
@@ -180,9 +180,6 @@ class GateLosses(Objective):
             'l0_loss': Term(l0_loss(logits, self.gamma_reduction), gamma, 'gamma'),
         }
 
-    def stats(self, model: nn.Module) -> Dict[str, torch.Tensor]:
-        return gate_density(model)
-
     def observe(self, model: nn.Module, epoch: int) -> None:
         if self.snapshots is not None:
             lam, gamma = self.weights(epoch)
@@ -196,6 +193,8 @@ class GateLosses(Objective):
 def gate_density(model: nn.Module) -> Dict[str, torch.Tensor]:
     """Share of the gates that were open in the last forward pass (soft ones in part), and would be in evaluation."""
     last = _last(model)
+    if not last:
+        return {}
     masks = torch.cat([gate.mask.detach() for gate, _ in last], dim=1)  # type: ignore[union-attr]
     in_evaluation = torch.cat([gate.decide(logits.detach()) for gate, logits in last], dim=1)
     return {'gate_density': masks.mean(), 'gate_density_eval': in_evaluation.mean()}

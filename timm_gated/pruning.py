@@ -19,6 +19,7 @@ import torch.nn as nn
 from .checks import check_number
 from .gate import ChannelGate, Gating, gates, unwrap
 from .gated_net import GatedNet
+from .macs import evaluation_mode
 from .narrow import check_map, gated_channels, inner_channels, narrow_map
 from .record import GateRecord, Outcome, check_gated, classification_step, record_gates
 from .statistics import GateCounts, check_threshold, gate_kinds
@@ -194,27 +195,22 @@ def prune_with(
     eval_loader = loader if eval_loader is None else eval_loader
     for source in (loader, eval_loader):
         check_repeatable(source)
-    modes = {module: module.training for module in model.modules()}
 
     def record(network: nn.Module, source: Iterable[Any]) -> GateRecord:
         return record_gates(network, source, class_names, lambda batch: step(network, batch))
 
-    try:
+    with evaluation_mode(model):
         seen = record(model, loader)
         before = seen if eval_loader is loader else record(model, eval_loader)
-    finally:
-        for module, training in modes.items():
-            module.training = training
     for name, counts in zip(class_names, zip(seen.class_counts, before.class_counts, strict=True), strict=True):
         if not keep_gates and not all(counts):
             raise ValueError(f'the data has no sample of class {name}, so what it needs cannot be told.')
     shares = {name: torch.from_numpy(seen.open_share[span]) for name, span in seen.spans()}
     pruned = adapt(keep_used_filters(model, shares, threshold, keep_gates))
     pruned.eval()
-    kinds = seen.kinds(threshold)
     return Pruned(
         model=pruned,
-        gates=GateCounts(*(int((kinds == kind).sum()) for kind in range(len(GateCounts._fields)))),
+        gates=seen.counts(threshold),
         open_share=shares,
         before=Figures.of(before),
         after=Figures.of(record(pruned, eval_loader)),

@@ -162,6 +162,10 @@ class GateRecord:
         """What each gate does, as an index into `GateCounts`: 0 always on, 1 conditional, 2 always off."""
         return gate_kinds(torch.from_numpy(self.open_share), threshold).numpy()
 
+    def counts(self, threshold: float = 0.99) -> GateCounts:
+        """How many gates are always on, conditional and always off."""
+        return GateCounts(*np.bincount(self.kinds(threshold), minlength=len(GateCounts._fields)).tolist())
+
     def counts_by_layer(self, threshold: float = 0.99) -> Dict[str, GateCounts]:
         """How many gates of each module are always on, conditional and always off."""
         kinds = self.kinds(threshold)

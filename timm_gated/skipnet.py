@@ -27,7 +27,7 @@ from .checks import check_number
 from .cifar_resnet import GatedCifarResNet, cifar_cfg, create_gated_cifar_resnet
 from .gate import apply_gate, gates
 from .gated_resnet import GatedResNet, create_gated_resnet, imagenet_cfg
-from .objective import Objective, Step, Term, gate_density, gate_logits
+from .objective import Objective, Step, Term, gate_logits
 from .skip_gates import GATES, STAGES, RecurrentGate, SkipGate
 
 __all__ = [
@@ -198,9 +198,6 @@ class Skipping(Objective):
         losses = F.cross_entropy(step.output.to(logits.dtype), step.target, reduction='none')
         loss = reinforce_loss(logits, decisions, losses, self.alpha, self.discount)
         return {'reinforce_loss': Term(loss, self.rl_weight, 'rl_weight')}
-
-    def stats(self, model: nn.Module) -> Dict[str, torch.Tensor]:
-        return gate_density(model)
 
 
 CIFAR_DEPTHS = (38, 74, 110)

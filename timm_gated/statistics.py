@@ -81,12 +81,13 @@ class GateStatistics:
                 f'the classes of inputs must be [N, {num_classes}], one column a class, got {list(members.shape)}.')
         num_samples = 0
         for name, gate in gates(model):
-            if gate.decision is None:
+            decision = gate.decision
+            if decision is None:
                 raise RuntimeError(f"gate '{name}' has seen no input: run the model before its statistics.")
-            num_samples = gate.decision.shape[0]
-            self._open[name] = self._open.get(name, 0) + gate.decision.long().sum(0)
+            num_samples = decision.shape[0]
+            self._open[name] = self._open.get(name, 0) + decision.long().sum(0)
             if members is not None:  # whole numbers, exact in float32 for any batch of less than 2 ** 24 inputs
-                by_class = (members.T.to(gate.decision) @ gate.decision).long()
+                by_class = (members.T.to(decision) @ decision).long()
                 self._open_by_class[name] = self._open_by_class.get(name, 0) + by_class
         self.num_samples += num_samples
         if members is not None:

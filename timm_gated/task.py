@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 from timm.task import TrainingTask
 
-from .objective import Objective, Step, objectives
+from .objective import Objective, Step, gate_density, objectives
 
 __all__ = ['ObjectiveTask', 'extend_timm_tasks']
 
@@ -85,6 +85,7 @@ class ObjectiveTask(TrainingTask):
                 result.update(objective.stats(model))
                 if model.training:
                     objective.observe(model, self.gate_epoch)
+            result.update(gate_density(model))
         added = {k: v for k, v in result.items() if k not in ('loss', 'output')}
         result['loss'] = loss
         if self.verbose:

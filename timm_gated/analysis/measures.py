@@ -33,7 +33,6 @@ def summary(record: GateRecord, threshold: float = 0.99) -> Dict[str, Any]:
         threshold: Share of inputs above which a gate counts as always on or always off.
     """
     gated = bool(record.layers)
-    counts = GateCounts(*np.bincount(record.kinds(threshold), minlength=3).tolist())
     return {
         'num_samples': record.num_samples,
         'top1' if record.labelled else 'pixel_accuracy': 100 * float(record.correct.mean(dtype=np.float64)),
@@ -46,7 +45,7 @@ def summary(record: GateRecord, threshold: float = 0.99) -> Dict[str, Any]:
         'num_gates': len(record.open_share),
         'gate_density': float(record.open_share.mean()) if gated else None,
         'threshold': threshold if gated else None,
-        **(counts._asdict() if gated else dict.fromkeys(GateCounts._fields)),
+        **(record.counts(threshold)._asdict() if gated else dict.fromkeys(GateCounts._fields)),
     }
 
 

@@ -1,0 +1,19 @@
+"""The tools, in this process: quicker than as programs of their own"""
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+TOOLS = Path(__file__).parents[1] / 'tools'
+
+
+def load_tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f'{name}.py')
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_tool(name: str, *args) -> int:
+    """Exit status of a tool with these arguments."""
+    return load_tool(name).main([str(arg) for arg in args])
