@@ -11,7 +11,7 @@ import torch.nn as nn
 from nets import gate_loss, shuffle
 
 from timm_gated import ChannelGate, GatedBasicBlock, GatedBottleneck, force_gates, gates
-from timm_gated.gate import apply_gate, binary_concrete
+from timm_gated.gate import apply_gate, binary_concrete, set_gate_noise
 
 TAU = 2 / 3
 
@@ -548,3 +548,32 @@ def test_a_model_without_gates_cannot_be_forced(masks):
     model = timm.create_model('resnet18')
     with pytest.raises(ValueError, match='ResNet has no gates to force'), force_gates(model, masks):
         pass
+
+
+def test_noise_scales_the_distance_from_the_decision_without_any():
+    logits = torch.linspace(-6, 6, 241).expand(4000, -1)
+    torch.manual_seed(0)
+    for scale in (1., 0.5, 0.1):
+        frequency = binary_concrete(logits, noise=scale).mean(0)
+        torch.testing.assert_close(frequency, torch.sigmoid(logits[0] / scale), atol=0.05, rtol=0)
+    assert torch.equal(binary_concrete(logits, noise=0.), (logits > 0).float())
+
+
+def test_without_noise_the_gradient_is_that_of_the_sigmoid():
+    logits = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    binary_concrete(logits, temperature=0.5, noise=0.).sum().backward()
+    soft = torch.sigmoid(2 * logits.detach())
+    torch.testing.assert_close(logits.grad, 2 * soft * (1 - soft))
+
+
+def test_set_gate_noise_reaches_all_gates_and_stays_out_of_checkpoints():
+    model = timm.create_model('gated_resnet20').train()
+    keys = set(model.state_dict())
+    set_gate_noise(model, 0.)
+    images = torch.randn(4, 3, 32, 32)
+    model(images)
+    for _, gate in gates(model):
+        assert torch.equal(gate.mask, gate.decide(gate.logits))
+    assert set(model.state_dict()) == keys
+    with pytest.raises(ValueError, match='noise.*-1'):
+        set_gate_noise(model, -1.)

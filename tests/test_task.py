@@ -154,6 +154,30 @@ def test_resume_continues_step_by_step(tmp_path):
     assert first + train_epochs(task, 2) == whole
 
 
+def noises(model: nn.Module):
+    return {gate.noise.item() for _, gate in gates(model)}
+
+
+def test_noise_is_annealed_and_resumed():
+    task = make_task(make_model(noise_epochs=(0, 2)))
+    seen = []
+    for _ in range(3):
+        train_epochs(task, 1)
+        seen.append(noises(task.get_trainable_module()))
+    assert seen == [{1.}, {0.5}, {0.}]
+
+    task = make_task(make_model(noise_epochs=(0, 2)))
+    task.load_task_state({'gate_epoch': 0})
+    train_epochs(task, 1)
+    assert noises(task.get_trainable_module()) == {0.5}
+
+
+def test_noise_is_the_paper_s_by_default():
+    task = make_task(make_model())
+    train_epochs(task, 3)
+    assert noises(task.get_trainable_module()) == {1.}
+
+
 def test_fine_tuning_from_a_trained_model_starts_its_schedule_anew(tmp_path):
     task = make_task(make_model())
     train_epochs(task, 3)

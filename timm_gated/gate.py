@@ -24,19 +24,24 @@ from .checks import check_number
 
 __all__ = [
     'ChannelGate', 'Gate', 'GatePool', 'Gating', 'apply_gate', 'binary_concrete', 'force_gates', 'full_precision',
-    'gates', 'two_layers',
+    'gates', 'set_gate_noise', 'two_layers',
 ]
 
 
-def binary_concrete(logits: torch.Tensor, temperature: float = 2 / 3) -> torch.Tensor:
+def binary_concrete(
+        logits: torch.Tensor,
+        temperature: float = 2 / 3,
+        noise: Union[float, torch.Tensor] = 1.,
+) -> torch.Tensor:
     """Sample binary gates: exactly 0 or 1 forward, the gradient of the binary concrete relaxation backward.
 
     Args:
         logits: Log-odds of each gate being open.
         temperature: Temperature of the relaxation.
+        noise: Scale of the noise; without any, this is the plain straight-through estimator.
     """
-    noise = torch.logit(torch.rand_like(logits), eps=torch.finfo(logits.dtype).eps)  # standard logistic
-    noisy = logits + noise
+    logistic = torch.logit(torch.rand_like(logits), eps=torch.finfo(logits.dtype).eps)
+    noisy = logits + noise * logistic
     soft = torch.sigmoid(noisy / temperature)
     # The bracket is exactly zero, so that no rounding leaks into the 0s and 1s.
     return (noisy > 0).to(soft.dtype) + (soft - soft.detach())
@@ -189,7 +194,12 @@ class ChannelGate(Gate):
         temperature: Temperature of the binary concrete relaxation.
         bias: Initial bias of the logits; 0.405 is the log-odds of the mean of a Beta(0.6, 0.4) prior. Dense
             weights that are gated afterwards want gates that start open: about 2 to 3.
+
+    Attributes:
+        noise: Scale of the noise in training.
     """
+
+    noise: torch.Tensor
 
     def __init__(
             self,
@@ -210,6 +220,11 @@ class ChannelGate(Gate):
         self.bn = nn.BatchNorm1d(hidden_channels, **dd)
         self.fc2 = nn.Linear(hidden_channels, num_gates, **dd)
         nn.init.constant_(self.fc2.bias, bias)
+        # A tensor, so that a compiled network follows; not part of a checkpoint, as it is the training's.
+        self.register_buffer('noise', torch.tensor(1., device=device), persistent=False)
+
+    def init_non_persistent_buffers(self) -> None:
+        self.noise.fill_(1.)
 
     @property
     def num_gates(self) -> int:
@@ -222,7 +237,7 @@ class ChannelGate(Gate):
         return two_layers(x, self.fc1, self.bn, self.fc2)
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        return binary_concrete(logits, self.temperature)
+        return binary_concrete(logits, self.temperature, self.noise)
 
 
 def gates(model: nn.Module) -> List[Tuple[str, Gate]]:
@@ -231,6 +246,19 @@ def gates(model: nn.Module) -> List[Tuple[str, Gate]]:
     Names are those of the model itself, also if it is wrapped by DDP or `torch.compile`.
     """
     return [(name, module) for name, module in unwrap(model).named_modules() if isinstance(module, Gate)]
+
+
+def set_gate_noise(model: nn.Module, scale: float) -> None:
+    """Scale the noise that the gates of a model decide with in training.
+
+    Args:
+        model: A model with gates. Only `ChannelGate` and its subclasses have noise to scale.
+        scale: 1 for the binary concrete distribution, 0 for none.
+    """
+    check_number(scale, 'scale of the noise', minimum=0)
+    for _, gate in gates(model):
+        if isinstance(gate, ChannelGate):
+            gate.noise.fill_(scale)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 
 from .checks import check_number
-from .gate import Gate, gates
+from .gate import Gate, gates, set_gate_noise
 from .losses import batch_shaping_loss, check_reduction, l0_loss
 from .priors import Mixture, Prior, create_prior
 from .schedules import Epochs, check_epochs, linear_anneal, linear_warmup
@@ -116,6 +116,8 @@ class GateLosses(Objective):
         prior_epochs: Epochs over which it does, linearly.
         lam_reduction: 'sum' over the gates (the paper's text) or 'mean' (its authors' loss release).
         gamma_reduction: 'mean' over the gates, or 'sum' (the paper's formula).
+        noise_epochs: Epochs over which the noise that gates decide with in training is annealed linearly to none, or
+            'fixed' (the paper).
         log_interval: Training steps between two lines of the log.
         snapshot_dir: Folder that gets the distribution of some gates, once an epoch (see `timm_gated.snapshots`).
         snapshot_gates: Number of those gates.
@@ -132,6 +134,7 @@ class GateLosses(Objective):
             prior_epochs: Optional[Tuple[float, float]] = None,
             lam_reduction: str = 'sum',
             gamma_reduction: str = 'mean',
+            noise_epochs: Epochs = 'fixed',
             log_interval: int = 50,
             snapshot_dir: Optional[str] = None,
             snapshot_gates: int = 64,
@@ -148,6 +151,7 @@ class GateLosses(Objective):
         self.prior_epochs = None if prior_epochs is None else check_epochs(prior_epochs, 'prior_epochs')
         self.lam_reduction = check_reduction(lam_reduction, ('sum', 'mean'))
         self.gamma_reduction = check_reduction(gamma_reduction, ('sum', 'mean'))
+        self.noise_epochs = check_epochs(noise_epochs, 'noise_epochs')
         self.log_interval = check_number(log_interval, 'log_interval', minimum=1, integer=True)
         self.snapshots = None if snapshot_dir is None else GateSnapshots(snapshot_dir, snapshot_gates)
 
@@ -179,6 +183,10 @@ class GateLosses(Objective):
             'batch_shaping_loss': Term(shaping, lam, 'lam'),
             'l0_loss': Term(l0_loss(logits, self.gamma_reduction), gamma, 'gamma'),
         }
+
+    def begin_epoch(self, model: nn.Module, epoch: int) -> None:
+        if self.noise_epochs != 'fixed':
+            set_gate_noise(model, linear_anneal(epoch, 1., *self.noise_epochs))
 
     def observe(self, model: nn.Module, epoch: int) -> None:
         if self.snapshots is not None:
