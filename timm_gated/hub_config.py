@@ -1,9 +1,9 @@
 """What the config of a model from elsewhere may say
 
-timm merges the `model_args` of a `config.json`, from the hub or from a folder, into the arguments of the entry point, where
-they cannot be told from the user's own. So a model of this package reads that config again, and refuses options that are
-not the model's: where files are written or read, which weights are fetched, how the model is made. Whoever wants one of
-these gives it to `timm.create_model` himself.
+timm merges the `model_args` of a `config.json`, from the hub or from a folder, into the arguments of the entry point,
+where they cannot be told from the user's own. So a model of this package reads that config again, and refuses options
+that are not the model's: where files are written or read, which weights are fetched, how the model is made. Whoever
+wants one of these gives it to `timm.create_model` himself.
 """
 import inspect
 import json
@@ -34,25 +34,26 @@ MAKING = frozenset({
 _ELSEWHERE = re.compile(r'\s*(hf[-_]hub|local-dir):', re.IGNORECASE)
 
 
-def read_config(path: Path) -> Dict[str, Any]:
+def read_config(path: Path, where: str) -> Dict[str, Any]:
     """Read a `config.json` as far as all of them are alike; otherwise raise a ValueError.
 
     Args:
         path: Of the file.
+        where: The config, for the message.
     """
     if not path.is_file():
-        raise ValueError(f'{path.parent} holds no {path.name}; a model is a folder with its config and its weights.')
+        raise ValueError(f'{where} is not there; a model is a folder with its {path.name} and its weights.')
     try:
         config = json.loads(path.read_text(encoding='utf-8'))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f'{path} is not JSON: {error}.') from error
+        raise ValueError(f'{where} is not JSON: {error}.') from error
     if not isinstance(config, dict):
-        raise ValueError(f'{path} must hold an object with the model and its options, got a {type(config).__name__}.')
+        raise ValueError(f'{where} must hold an object with the model and its options, got a {type(config).__name__}.')
     for key, kind, what in (
             ('architecture', str, 'the name of a timm model'), ('pretrained_cfg', dict, 'an object'),
             ('model_args', dict, 'an object of options')):
-        if not isinstance(config.get(key, {}), kind):
-            raise ValueError(f"'{key}' of {path} must be {what}, got {_short(config.get(key))}.")
+        if key in config and not isinstance(config[key], kind):
+            raise ValueError(f"'{key}' of {where} must be {what}, got {_short(config.get(key))}.")
     return config
 
 
@@ -76,8 +77,8 @@ def check_model_args(model_args: Mapping[str, Any], where: str, known: Optional[
     unknown = [] if known is None else [key for key in model_args if key not in known]
     if unknown:
         raise ValueError(
-            f"{where} has unknown options in model_args: {', '.join(map(str, unknown))}. Was it saved by another version "
-            f'of this package, or for another model?')
+            f"{where} has unknown options in model_args: {', '.join(map(str, unknown))}. Was it saved for another "
+            f'model, or by another version of this package?')
 
 
 def check_origin(
@@ -107,8 +108,8 @@ def check_origin(
     else:
         return
     if path.is_file():  # (whoever gives a pretrained_cfg by himself may have none)
-        config = read_config(path)
         where = f'the config of {source}:{pretrained_cfg["hf_hub_id" if source == "hf-hub" else "file"]}'
+        config = read_config(path, where)
         # (An entry point that makes a model by way of another one has options of its own.)
         check_model_args(
             config.get('model_args', {}), where, known if config.get('architecture') == variant else None)
@@ -120,7 +121,7 @@ def options_of_class(model_cls: Type[nn.Module]) -> Tuple[str, ...]:
     for cls in model_cls.__mro__:
         if '__init__' not in vars(cls):
             continue
-        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        parameters = list(inspect.signature(vars(cls)['__init__']).parameters.values())[1:]
         names.update({p.name: None for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)})
         if all(p.kind != p.VAR_KEYWORD for p in parameters):
             break
@@ -150,8 +151,9 @@ def _without(value: Any) -> Any:
 
 def _walk(value: Any, name: str = '') -> Iterator[Tuple[str, Any, Any]]:
     """Everything in a value out of JSON: its name from the root, the last part of that, and what is there."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    for key, item in items:
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    for key, item in value.items() if isinstance(value, Mapping) else ():
         inner = f'{name}.{key}' if name else str(key)
         yield inner, key, item
         yield from _walk(item, inner)
