@@ -45,7 +45,7 @@ class Hub:
         repositories: By OWNER/NAME.
         faults: For the next downloads of a file, by its name: a fault each. `cut` sends half and hangs up, `error` is
             status 500, `flip` changes the last byte, `short` leaves it away. Under `info`: for the next questions about
-            a repository, of which `cut` hangs up.
+            a repository, of which `cut` hangs up. Under `upload`: for the next uploads, which an `error` refuses.
         requests: Method and path of every request, and the bytes that it asked for.
     """
     url: str = ''
@@ -148,6 +148,8 @@ class Handler(BaseHTTPRequestHandler):
                 for entry in json.loads(body)['objects']]})
 
     def upload(self, body: bytes, oid: str) -> None:
+        if self.hub.faults.get('upload') and self.hub.faults['upload'].pop(0) == ERROR:
+            return self.fail(400, 'the disk is full')
         if hashlib.sha256(body).hexdigest() != oid:
             return self.fail(400, 'the upload is damaged')
         self.hub.uploads[oid] = body

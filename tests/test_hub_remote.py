@@ -181,6 +181,14 @@ def test_a_refused_push(hub, client, pushed, token, status):
     assert 'me/refused' not in hub.repositories and list(hub.repositories[repo_id].commits)[-1] == commit
 
 
+def test_a_failed_upload_commits_nothing(hub, client, pushed):
+    repo_id, commit = pushed
+    hub.faults['upload'] = [ERROR]
+    with pytest.raises(ConnectionError, match=r'the connection to the hub failed over me/pushed: (.|\n)*disk is full'):
+        client(hub_client.push, repo_id, seed=6)
+    assert hub.repositories[repo_id].branches['main'] == commit and client(hub_client.create, repo_id) == lists(make())
+
+
 def test_no_such_repository(client, tmp_path):
     with pytest.raises(OSError, match='Repository Not Found'):
         client(hub_client.pull, 'me/nowhere', tmp_path / 'folder')

@@ -288,8 +288,9 @@ def _clear_errors(repo_id: str, what: str) -> Iterator[None]:
             raise
         raise PermissionError(
             f'you may not {what} {repo_id}: {error}\nLog in with `hf auth login`, or give a token that may.') from error
-    except HTTPError as error:
-        raise ConnectionError(f'the connection to the hub failed over {repo_id}: {error}. Try again.') from error
+    except (HTTPError, RuntimeError) as error:  # (the client's error over an upload is a RuntimeError)
+        reason = error.__cause__ or error
+        raise ConnectionError(f'the connection to the hub failed over {repo_id}: {reason}. Try again.') from error
 
 
 def check_new(directory: Union[str, Path]) -> None:
