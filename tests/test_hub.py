@@ -208,10 +208,18 @@ def test_configs_that_are_refused(folder, text, message):
         check_pretrained(folder)
 
 
-def test_a_huge_config_takes_no_memory(folder):
-    rewrite(folder, lambda config: config['model_args'].update(channels=[1 << 14, 1 << 15, 1 << 16]))  # 1.5 TB
-    with pytest.raises(ValueError, match=r'other shapes: .*16384'):
+def test_a_large_config_takes_no_memory(folder, monkeypatch):
+    """A model that its weights do not fit is made without memory only, however large the config wants it to be."""
+    rewrite(folder, lambda config: config['model_args'].update(channels=[20, 40, 80]))
+    devices, create_model = [], timm.create_model
+
+    def watched(*args, **kwargs):
+        devices.append(kwargs.get('device'))
+        return create_model(*args, **kwargs)
+    monkeypatch.setattr(timm, 'create_model', watched)
+    with pytest.raises(ValueError, match=r'other shapes: .*20'):
         check_pretrained(folder)
+    assert devices == ['meta']
 
 
 def test_no_config(folder):
