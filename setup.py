@@ -60,6 +60,9 @@ INSTALL_REQUIRES = [
     'torch>=2.7,!=2.13.*',  # no torchvision matches the CPU build of 2.13
     'torchvision',
     'timm>=1.0.30',
+    'huggingface_hub>=1.1',  # compares checksums
+    'safetensors',
+    'pyyaml',
     'numpy',
     'tqdm',
 ]

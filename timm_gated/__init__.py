@@ -10,6 +10,7 @@ from . import slim_resnet as _slim_resnet  # noqa: F401  (likewise)
 from .beta import beta_cdf
 from .blocks import GatedBasicBlock, GatedBottleneck
 from .budget import MacBudget, budget_loss, mac_formula
+from .card import model_card
 from .cifar_resnet import CifarResNet, GatedCifarResNet
 from .convnet_aig import TargetRate, target_rate_loss
 from .export import export_onnx, export_program
@@ -18,7 +19,7 @@ from .gate import ChannelGate, Gate, GatePool, Gating, force_gates, gates
 from .gated_net import GatedNet, checkpoint_filter_fn, list_gated_models
 from .gated_resnet import GatedResNet
 from .gaternet import GateSparsity
-from .hub import save_pretrained
+from .hub import check_pretrained, pull_from_hub, push_to_hub, save_pretrained
 from .inference import accelerate, instruction_sets
 from .losses import BatchShapingLoss, L0Loss, batch_shaping_loss, l0_loss
 from .macs import MacCounter, MacFormula, Macs, count_macs
@@ -71,6 +72,7 @@ __all__ = [
     'batch_shaping_loss',
     'beta_cdf',
     'budget_loss',
+    'check_pretrained',
     'checkpoint_filter_fn',
     'count_macs',
     'create_prior',
@@ -85,10 +87,13 @@ __all__ = [
     'linear_warmup',
     'list_gated_models',
     'mac_formula',
+    'model_card',
     'objectives',
     'prune_static',
-    'save_pretrained',
+    'pull_from_hub',
+    'push_to_hub',
     'reinforce_loss',
+    'save_pretrained',
     'shape_features',
     'specialize',
     'target_rate_loss',

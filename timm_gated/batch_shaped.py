@@ -14,6 +14,7 @@ import timm
 import torch.nn as nn
 from timm.models import register_model
 
+from .hub_config import check_origin
 from .objective import shape_features
 
 __all__: list = []
@@ -42,6 +43,7 @@ def batch_shaped(
         channel_dim: Dimension of the channels of a feature.
         **kwargs: Of the network.
     """
+    check_origin('batch_shaped', kwargs.get('pretrained_cfg'), cache_dir=kwargs.get('cache_dir'))
     if not features:
         raise ValueError("batch_shaped needs `features`, such as {'layer3.1.act1': 'normal'}, got none.")
     model = timm.create_model(network, pretrained=pretrained, **kwargs)

@@ -8,14 +8,16 @@ import logging
 import re
 from collections import Counter
 from functools import partial
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, Type
+from typing import Any, Callable, Collection, Dict, List, Mapping, Optional, Set, Tuple, Type
 
 import torch
 import torch.nn as nn
+from safetensors import SafetensorError
 from timm.models import build_model_with_cfg, clean_state_dict, list_models, model_entrypoint
 
 from .budget import MacBudget
 from .gate import ChannelGate, Gate, Gating
+from .hub_config import MAKING, check_origin, options_of_class
 from .narrow import Channels, narrow_maps
 from .objective import GateLosses, Objective
 
@@ -102,18 +104,27 @@ def build_model(
         variant: str,
         pretrained: bool,
         model_args: Optional[Mapping[str, Any]] = None,
+        more_options: Collection[str] = (),
         **kwargs,
 ) -> Any:
     """timm's builder. The model gets the options that it was made with as `model_args`, to be saved in its config.
+
+    A config from the hub or from a folder may set options of the model only, see `timm_gated.hub_config`.
 
     Args:
         model_cls: Class of the model.
         variant: Name of the entry point.
         pretrained: Load the weights of the pretrained config.
         model_args: The options of the entry point, if they are not those of the class.
+        more_options: Names of the options that are not those of the class.
         **kwargs: Of timm's builder, and options of the model.
     """
-    model: Any = build_model_with_cfg(model_cls, variant, pretrained, **kwargs)
+    known = {*options_of_class(model_cls), *more_options}
+    check_origin(variant, kwargs.get('pretrained_cfg'), known, kwargs.get('cache_dir'))
+    try:
+        model: Any = build_model_with_cfg(model_cls, variant, pretrained, **kwargs)
+    except SafetensorError as error:
+        raise ValueError(f'the weights of {variant} are not whole: {error}. Fetch or save them again.') from error
     model.model_args = _options_of_model(kwargs if model_args is None else model_args)
     # A config of a hub or a folder has lists for tuples, which timm's ONNX exporter does not take.
     model.pretrained_cfg.update({k: tuple(v) for k, v in model.pretrained_cfg.items() if isinstance(v, list)})
@@ -122,8 +133,7 @@ def build_model(
 
 def _options_of_model(kwargs: Mapping[str, Any]) -> Dict[str, Any]:
     """Without what belongs to the entry point, or to the way in which a model is made."""
-    others = {'block', 'features_only', 'out_indices', 'feature_cls'}
-    return {k: v for k, v in kwargs.items() if k not in {*inspect.signature(build_model_with_cfg).parameters, *others}}
+    return {k: v for k, v in kwargs.items() if k not in MAKING}
 
 
 def create_gated_net(
@@ -134,6 +144,7 @@ def create_gated_net(
         gate_layer: Type[Gate] = ChannelGate,
         objective: Optional[Type[Objective]] = GateLosses,
         recipe: Optional[Mapping[str, Any]] = None,
+        more_options: Collection[str] = (),
         **kwargs,
 ) -> Any:
     """Build a gated network with timm's builder.
@@ -151,19 +162,23 @@ def create_gated_net(
         gate_layer: Class of the gates; the blocks get it, with its options, as `gate_layer`.
         objective: Class of what the network is trained with beside its task loss and a budget; None for nothing.
         recipe: Default arguments of the objective: the schedule for the family's data set.
+        more_options: Names of options that the entry point adds to `model_args` itself.
         **kwargs: Options of gates, objective and of the ResNet.
     """
     model_args = dict(kwargs)
-    losses = {k: kwargs.pop(k) for k in _options(objective) if k in kwargs} if objective is not None else {}
+    loss_options = [] if objective is None else _options(objective)
+    losses = {k: kwargs.pop(k) for k in loss_options if k in kwargs}
     names = {f'gate_{option.removesuffix("_channels")}': option for option in _options(gate_layer)}
     gate_args = {option: kwargs.pop(name) for name, option in names.items() if name in kwargs}
     gated_block_args = dict(kwargs.get('block_args') or {}, gate_layer=partial(gate_layer, **gate_args))
-    gated_block_args.update({k: kwargs.pop(k) for k in ('gated_maps', 'gate_before_act') if k in kwargs})
+    block_options = ('gated_maps', 'gate_before_act')
+    gated_block_args.update({k: kwargs.pop(k) for k in block_options if k in kwargs})
     model = build_model(
         model_cls,
         variant,
         pretrained,
         model_args=model_args,
+        more_options=(*more_options, *loss_options, *names, *block_options),
         pretrained_filter_fn=checkpoint_filter_fn,
         objective=None if objective is None else partial(objective, **{**(recipe or {}), **losses}),
         **dict(kwargs, block_args=gated_block_args),

@@ -1,21 +1,47 @@
-"""Models as folders: a config and weights, in the layout of the Hugging Face hub that timm reads"""
-import json
+"""Models as folders and on the Hugging Face hub: a config, weights and a card, in the layout that timm reads
+
+Once `timm_gated` is imported, `timm.create_model` makes these models by itself, from 'local-dir:FOLDER' and from
+'hf-hub:OWNER/NAME'. Here is what timm does not do: folders that are written whole or not at all, a card with measured
+figures, and downloads that are checked, by their checksums and by loading them, before they are there. Weights are
+safetensors throughout; pickles are neither written nor fetched.
+"""
+import copy
 import os
+import shutil
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator, Optional, Sequence, Union
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
 
-from timm.models import save_for_hf
+import timm
+import torch
+import torch.nn as nn
+from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from timm.models import filter_pretrained_cfg, is_model, model_entrypoint, save_for_hf
 
-__all__ = ['check_new', 'new_folder', 'save_pretrained']
+from .card import SOMEWHERE, model_card
+from .gated_net import GatedNet
+from .hub_config import check_model_args, read_config, storable
+from .objective import Objective
+from .version import __version__
+
+__all__ = ['check_new', 'check_pretrained', 'new_folder', 'pull_from_hub', 'push_to_hub', 'save_pretrained']
+
+CONFIG, WEIGHTS, CARD = 'config.json', 'model.safetensors', 'README.md'
+
+# Entries of a pretrained config that say where weights are; of a folder, they are in the folder.
+_PLACES = ('url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename', 'source')
 
 
-# The config has the number of classes anyway; the others are of a training or of a machine, not of the model.
-_NOT_STORED = ('num_classes', 'device', 'dtype', 'log_interval', 'snapshot_dir', 'snapshot_gates')
-
-
-def save_pretrained(model: Any, directory: Union[str, Path], label_names: Optional[Sequence[str]] = None) -> Path:
+def save_pretrained(
+        model: Any,
+        directory: Union[str, Path],
+        label_names: Optional[Sequence[str]] = None,
+        card: Union[ModelCard, str, None] = None,
+) -> Path:
     """Save a model as a folder, from which `timm.create_model('local-dir:…', pretrained=True)` makes it again.
 
     The folder is written whole or not at all. Options of the model are stored in the config, irregular widths too.
@@ -24,6 +50,7 @@ def save_pretrained(model: Any, directory: Union[str, Path], label_names: Option
         model: A model of this package.
         directory: The folder; it must not exist, or be empty.
         label_names: Names of the outputs, to be stored with them.
+        card: The model's card, see `timm_gated.card.model_card`; by default one without measured figures.
 
     Example:
         >>> save_pretrained(pruned.model, 'pruned')
@@ -35,18 +62,235 @@ def save_pretrained(model: Any, directory: Union[str, Path], label_names: Option
         raise ValueError(
             f'this {type(model).__name__} does not know how it was made, so it could not be made again: only models of '
             f'this package that timm.create_model made can be saved.')
-    model_args = {k: v for k, v in model.model_args.items() if k not in _NOT_STORED}
+    model_args = storable(model.model_args)
     if model.num_classes:
         model_args['global_pool'] = model.global_pool.pool_type  # which may have changed with the head
-    config = {} if label_names is None else {'label_names': list(label_names)}
-    for name, value in model_args.items():
-        try:
-            json.dumps(value)
-        except TypeError as error:
-            raise ValueError(f'the option {name}={value!r} cannot be stored in a config: {error}.') from error
+    config: Dict[str, Any] = {'pretrained_cfg': _pretrained_cfg(model)}
+    if label_names is not None:
+        if len(label_names) != model.num_classes:
+            raise ValueError(f'the model has {model.num_classes} outputs, got {len(label_names)} names for them.')
+        config['label_names'] = list(label_names)
+    card = str(model_card(model) if card is None else card)
+    if not all(tensor.is_contiguous() for tensor in model.state_dict().values()):  # channels last
+        model = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
     with new_folder(directory) as partial:
         save_for_hf(model, str(partial), model_config=config, model_args=model_args, safe_serialization=True)
+        (partial / CARD).write_text(card, encoding='utf-8')
+        _check_fit(partial, str(directory))
     return Path(directory)
+
+
+def _pretrained_cfg(model: Any) -> Dict[str, Any]:
+    """What a config says about the images of a model: not where the weights are, nor which they were to begin with."""
+    own = filter_pretrained_cfg(model.pretrained_cfg, remove_source=True, remove_null=True)
+    cfg = {k: v for k, v in own.items() if k not in (*_PLACES, 'architecture', 'tag')}
+    channels = model.model_args.get('in_chans', cfg['input_size'][0])
+    cfg.update(num_classes=model.num_classes, input_size=[channels, *cfg['input_size'][1:]])
+    if channels not in (1, 3):
+        cfg['first_conv'] = None  # timm would take the stem for one of three channels, and begin it afresh
+    if len(cfg.get('label_names') or ()) != model.num_classes:  # of another head
+        cfg.pop('label_names', None)
+        cfg.pop('label_descriptions', None)
+    return cfg
+
+
+def check_pretrained(directory: Union[str, Path]) -> nn.Module:
+    """Return the model of a folder if it is one of this package, and whole; otherwise raise a ValueError.
+
+    Stricter than `timm.create_model`, under which gates may be absent from the weights, and stay fresh.
+
+    Args:
+        directory: The folder.
+    """
+    return _load(Path(directory), str(directory))
+
+
+def _load(directory: Path, where: str) -> nn.Module:
+    _check_fit(directory, where)
+    model = _make(directory, where, pretrained=True)
+    loaded, weights = model.state_dict(), load_file(directory / WEIGHTS)
+    other = [key for key in weights if key in loaded and not _same(loaded[key], weights[key])]
+    if other:
+        raise ValueError(f'{where} has weights that timm does not load as they are: {_listed(other)}.')
+    return model
+
+
+def _same(loaded: torch.Tensor, stored: torch.Tensor) -> bool:
+    return torch.equal(loaded.nan_to_num(), stored.to(loaded.dtype).nan_to_num())
+
+
+def _check_fit(directory: Path, where: str) -> None:
+    """Check a folder without loading its weights: is the config one of ours, and are the weights of its model?"""
+    path = f'{where}/{CONFIG}'
+    config = read_config(directory / CONFIG, path)
+    name = config.get('architecture', '')
+    if not is_model(name) or not _is_ours(name):
+        raise ValueError(
+            f"{path} is of '{name}', which is not a model of this package. timm_gated.list_gated_models() lists them; "
+            f'those of timm need none of this.')
+    cfg = config.get('pretrained_cfg', {})
+    places = [key for key in _PLACES if cfg.get(key) is not None] + ['custom_load'] * bool(cfg.get('custom_load'))
+    if places or cfg.get('architecture', name) != name:
+        raise ValueError(
+            f"'pretrained_cfg' of {path} must describe the weights beside it, but it sets "
+            f"{', '.join(places) or 'another architecture'}. Take it out there.")
+    check_model_args(config.get('model_args', {}), path)
+    if not (directory / WEIGHTS).is_file():
+        there = sorted(other.name for other in directory.iterdir() if other.name not in (CONFIG, CARD))
+        raise ValueError(
+            f'{where} holds no {WEIGHTS}{f", but {_listed(there)}" if there else ""}. Pickled weights are not read: '
+            f'load them where you trust them, and save the model by timm_gated.save_pretrained.')
+    try:
+        with safe_open(directory / WEIGHTS, 'pt') as file:
+            theirs = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118  (no dict)
+    except SafetensorError as error:
+        raise ValueError(f'{where}/{WEIGHTS} is not whole: {error}. Fetch or save it again.') from error
+    # A model without memory tells its shapes, however large the config wants it to be.
+    model = _make(directory, where, device='meta')
+    ours = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    trained = tuple(f'{n}.' for n, m in model.named_modules() if isinstance(m, Objective))  # of no use for evaluation
+    missing = [k for k in ours if k not in theirs and not k.startswith(trained) and not k.endswith('_tracked')]
+    unexpected = [k for k in theirs if k not in ours and not k.startswith(trained)]
+    shapes = [f'{k} {v} instead of {ours[k]}' for k, v in theirs.items() if k in ours and v != ours[k]]
+    parts = [
+        f'{what}: {_listed(names)}'
+        for what, names in (('missing', missing), ('unexpected', unexpected), ('other shapes', shapes)) if names]
+    if parts:
+        raise ValueError(f"the weights in {where} are not those of its config, a '{name}'; {'; '.join(parts)}.")
+
+
+def _is_ours(name: str) -> bool:
+    """Whether an entry point is of this package, or makes gated networks by another method."""
+    entry_point = model_entrypoint(name)
+    returned = entry_point.__annotations__.get('return')
+    return entry_point.__module__.split('.')[0] == __name__.split('.')[0] or (
+        isinstance(returned, type) and issubclass(returned, GatedNet))
+
+
+def _make(directory: Path, where: str, **kwargs: Any) -> nn.Module:
+    try:
+        return timm.create_model(f'local-dir:{directory}', **kwargs)
+    except Exception as error:  # what a config may ask for, and how it then fails, has no end
+        raise ValueError(f'{where} does not make a model: {error} ({type(error).__name__})') from error
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f'{", ".join(names[:3])}{f" … ({len(names)} in all)" if len(names) > 3 else ""}'
+
+
+def push_to_hub(
+        model: Union[nn.Module, str, Path],
+        repo_id: str,
+        label_names: Optional[Sequence[str]] = None,
+        card: Union[ModelCard, str, None] = None,
+        private: bool = False,
+        revision: Optional[str] = None,
+        create_pr: bool = False,
+        commit_message: str = 'Add model',
+        token: Optional[str] = None,
+) -> CommitInfo:
+    """Put a model on the hub, in one commit; the repository is made if it is not there.
+
+    Args:
+        model: A model, or the folder of one, which has to pass `check_pretrained`.
+        repo_id: The repository, OWNER/NAME.
+        label_names: Of a model, as for `save_pretrained`.
+        card: Likewise.
+        private: Whether a repository that is made is private.
+        revision: Branch to commit to; by default the main one.
+        create_pr: Open a pull request instead.
+        commit_message: Of the commit.
+        token: To write with; by default that of `hf auth login`.
+
+    Example:
+        >>> push_to_hub(model, 'me/gated_resnet20-cifar10', card=model_card(model, summary(record)))
+        >>> timm.create_model('hf-hub:me/gated_resnet20-cifar10', pretrained=True)
+    """
+    if isinstance(model, (str, Path)):
+        if label_names is not None or card is not None:
+            raise ValueError(f'label_names and card are of a model; the folder {model} has its own.')
+        check_pretrained(model)
+        return _push(Path(model), repo_id, private, revision, create_pr, commit_message, token)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = save_pretrained(model, Path(temporary) / 'model', label_names, card)
+        return _push(folder, repo_id, private, revision, create_pr, commit_message, token)
+
+
+def _push(
+        folder: Path,
+        repo_id: str,
+        private: bool,
+        revision: Optional[str],
+        create_pr: bool,
+        commit_message: str,
+        token: Optional[str],
+) -> CommitInfo:
+    api = _api(token)
+    with _clear_errors(repo_id, 'write to'):
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        files: List[CommitOperationAdd] = [CommitOperationAdd(name, folder / name) for name in (CONFIG, WEIGHTS)]
+        if (folder / CARD).is_file():
+            card = (folder / CARD).read_text(encoding='utf-8').replace(f'hf-hub:{SOMEWHERE}', f'hf-hub:{repo_id}')
+            files.append(CommitOperationAdd(CARD, card.encode()))
+        return api.create_commit(
+            repo_id, files, commit_message=commit_message, revision=revision, create_pr=create_pr)
+
+
+def pull_from_hub(
+        repo_id: str,
+        directory: Union[str, Path],
+        revision: Optional[str] = None,
+        token: Optional[str] = None,
+) -> Path:
+    """Fetch a model from the hub as a folder, for `timm.create_model('local-dir:…', pretrained=True)`.
+
+    Config, weights and card are fetched, and nothing else. The folder is there once the checksums agree with the hub's
+    (what was damaged is fetched once more) and the model has passed `check_pretrained`; otherwise it is not there.
+
+    Args:
+        repo_id: The repository, OWNER/NAME.
+        directory: The folder; it must not exist, or be empty.
+        revision: Branch, tag or commit; by default the main branch.
+        token: To read with; by default that of `hf auth login`, if any.
+
+    Example:
+        >>> pull_from_hub('me/gated_resnet20-cifar10', 'folder')
+    """
+    api = _api(token)
+    with new_folder(directory) as partial:
+        with _clear_errors(repo_id, 'read'):
+            commit = api.model_info(repo_id, revision=revision).sha
+            for again in (False, True):  # what the client has in its cache, it does not fetch unless it must
+                api.snapshot_download(
+                    repo_id, revision=commit, local_dir=partial, allow_patterns=[CONFIG, WEIGHTS, CARD],
+                    force_download=again)
+                damaged = api.verify_repo_checksums(repo_id, revision=commit, local_dir=partial).mismatches
+                if not damaged:
+                    break
+        if damaged:
+            names = _listed([mismatch['path'] for mismatch in damaged])
+            raise ValueError(f'the download of {repo_id} was damaged twice: {names} is not as on the hub. Try again.')
+        shutil.rmtree(partial / '.cache', ignore_errors=True)  # the client's own notes
+        _load(partial, repo_id)
+    return Path(directory)
+
+
+def _api(token: Optional[str]) -> HfApi:
+    return HfApi(token=token, library_name='timm_gated', library_version=__version__)
+
+
+@contextmanager
+def _clear_errors(repo_id: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except HfHubHTTPError as error:
+        if error.response.status_code not in (401, 403):
+            raise
+        raise PermissionError(
+            f'you may not {what} {repo_id}: {error}\nLog in with `hf auth login`, or give a token that may.') from error
+    except (HTTPError, RuntimeError) as error:  # (the client's error over an upload is a RuntimeError)
+        reason = error.__cause__ or error
+        raise ConnectionError(f'the connection to the hub failed over {repo_id}: {reason}. Try again.') from error
 
 
 def check_new(directory: Union[str, Path]) -> None:

@@ -217,7 +217,8 @@ def _create(create: Callable[..., Any], depth: int, pretrained: bool = False, ga
             f'a budget trains gates through their masks, which are samples without a gradient in the hybrid stage; '
             f'got budget={kwargs["budget"]}. Use alpha.')
     model = create(
-        f'skipnet_resnet{depth}', depth, pretrained, gate_layer=GATES[gate], objective=Skipping, **kwargs)
+        f'skipnet_resnet{depth}', depth, pretrained, gate_layer=GATES[gate], objective=Skipping, more_options=('gate',),
+        **kwargs)
     model.model_args['gate'] = gate
     return model
 

@@ -32,7 +32,7 @@ def convert(source: Path, target: Path, to: str, overwrite: bool = False) -> int
         raise ValueError(f'no checkpoint at {source}.')
     if target.exists() and not overwrite:
         raise ValueError(f'{target} exists: choose another target, or --overwrite.')
-    state_dict = load_state_dict(str(source), use_ema=False, device='cpu')
+    state_dict = load_state_dict(str(source), use_ema=False, device='cpu', weights_only=True)
     if not any('layer1.0.conv1' in key for key in state_dict):
         raise ValueError(f'{source} holds no ResNet: no key has layer1.0.conv1 in it.')
     out = timm_to_mmseg(state_dict) if to == 'mmseg' else mmseg_to_timm(state_dict)

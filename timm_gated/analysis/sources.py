@@ -9,6 +9,7 @@ import numpy as np
 import timm
 import torch
 import torch.nn as nn
+from safetensors import SafetensorError
 from timm.data import create_dataset, create_loader, resolve_data_config
 from timm.models import load_checkpoint
 from timm.utils import ParseKwargs
@@ -82,14 +83,14 @@ def create_network(model: str, checkpoint: str, args: argparse.Namespace) -> nn.
     try:
         given = {name: value for name, value in options.items() if value is not None}
         network = timm.create_model(model, pretrained=args.pretrained, **given, **args.model_kwargs)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, OSError) as error:
         raise ValueError(f"the model '{model}' cannot be made: {error}. timm.list_models() lists all.") from error
     if checkpoint:
         if not os.path.isfile(checkpoint):
             raise ValueError(f'no checkpoint at {checkpoint}.')
         try:
-            load_checkpoint(network, checkpoint, use_ema=args.use_ema)
-        except (RuntimeError, KeyError, EOFError) as error:
+            load_checkpoint(network, checkpoint, use_ema=args.use_ema, weights_only=True)
+        except (RuntimeError, KeyError, EOFError, SafetensorError) as error:
             raise ValueError(f"the checkpoint {checkpoint} does not load into '{model}': {error}") from error
     return network.to(args.device).eval()
 

@@ -1,0 +1,339 @@
+"""Models as folders: what is saved, and what is refused"""
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+import timm
+import torch
+from hub_client import make, run
+from safetensors.torch import load_file, save_file
+
+import timm_gated
+from timm_gated import check_pretrained, gates, save_pretrained
+from timm_gated.hub_config import options_of_class
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+    return save_pretrained(make(), tmp_path_factory.mktemp('hub') / 'saved')
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A folder to damage."""
+    return shutil.copytree(saved, tmp_path / 'folder')
+
+
+def load(folder, **kwargs):
+    return timm.create_model(f'local-dir:{folder}', **dict(dict(pretrained=True), **kwargs)).eval()
+
+
+def rewrite(folder, change):
+    """Change the config."""
+    path = folder / 'config.json'
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(run(one), run(other), strict=True))
+
+
+def test_saved_and_loaded(saved):
+    assert sorted(path.name for path in saved.iterdir()) == ['README.md', 'config.json', 'model.safetensors']
+    model = make()
+    assert equal(load(saved), model) and equal(check_pretrained(saved).eval(), model)
+    assert any(0 < gate.decision.mean() < 1 for _, gate in gates(model))
+
+
+# What a config holds
+
+
+@pytest.mark.parametrize('channels', [1, 2, 4])
+def test_other_input_channels(channels, tmp_path):
+    """timm would begin a stem of two or four channels afresh, without a word but in the log."""
+    model = make(in_chans=channels)
+    again = load(save_pretrained(model, tmp_path / 'saved'))
+    images = torch.randn(2, channels, 32, 32)
+    assert torch.equal(again(images), model(images))
+    assert again.pretrained_cfg['input_size'][0] == channels
+    check_pretrained(tmp_path / 'saved')
+
+
+def test_channels_last(tmp_path):
+    model = make().to(memory_format=torch.channels_last)
+    assert equal(load(save_pretrained(model, tmp_path / 'saved')), make())
+    assert model.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_no_place_is_saved(saved, tmp_path):
+    """Neither where the weights came from, nor what a part of the model began with."""
+    weights = tmp_path / 'weights.pth'
+    torch.save(make().state_dict(), weights)
+    one = load(saved)
+    two = make(pretrained=True, pretrained_cfg_overlay=dict(file=str(weights)), cache_dir=str(tmp_path / 'cache'))
+    three = make(pretrained=True, pretrained_cfg_overlay=dict(state_dict=make().state_dict()))
+    four = timm.create_model(
+        'gaternet_resnet20', gater_args=dict(checkpoint_path='', layers=(1, 1, 1), cache_dir=str(tmp_path)))
+    assert one.pretrained_cfg['file'] == str(saved) and two.pretrained_cfg['file'] == str(weights)
+    for index, model in enumerate((one, two, three, four)):
+        folder = save_pretrained(model, tmp_path / f'saved{index}')
+        config = (folder / 'config.json').read_text()
+        assert not any(word in config for word in (str(tmp_path), str(saved), 'file', 'source', 'state_dict', 'tag'))
+        assert check_pretrained(folder) is not None
+    assert json.loads(config)['model_args']['gater_args'] == {'layers': [1, 1, 1]}
+
+
+def test_a_network_elsewhere_cannot_be_saved(tmp_path):
+    model = make()
+    model.model_args['gater'] = 'local-dir:mine'
+    with pytest.raises(ValueError, match=r"sets 'gater' to 'local-dir:mine'"):
+        save_pretrained(model, tmp_path / 'saved')
+    assert not any(tmp_path.iterdir())
+
+
+def test_names_of_outputs(tmp_path):
+    model = make(num_classes=2)
+    with pytest.raises(ValueError, match='the model has 2 outputs, got 3 names'):
+        save_pretrained(model, tmp_path / 'saved', ['a', 'b', 'c'])
+    again = load(save_pretrained(model, tmp_path / 'saved', ['a', 'b']))
+    assert tuple(again.pretrained_cfg['label_names']) == ('a', 'b')
+    twice = load(save_pretrained(again, tmp_path / 'twice'))
+    assert tuple(twice.pretrained_cfg['label_names']) == ('a', 'b')
+    again.reset_classifier(5)
+    assert 'label_names' not in load(save_pretrained(again, tmp_path / 'other')).pretrained_cfg
+
+
+def test_a_model_that_would_not_load_is_not_saved(tmp_path):
+    model = make()
+    model.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r'unexpected: extra.bias, extra.weight'):
+        save_pretrained(model, tmp_path / 'saved')
+    assert not any(tmp_path.iterdir())
+
+
+# Options that are not for a config to set
+
+
+@pytest.mark.parametrize('option, value', [
+    ('snapshot_dir', 'written'), ('snapshot_gates', 3), ('log_interval', 1), ('num_classes', 3),
+    ('recipe', {'snapshot_dir': 'written'}), ('block_args', {'device': 'cpu'}), ('pruned', True),
+    ('features_only', True), ('act_layer', 'hf-hub:me/other'), ('more_options', ['gama']),
+])
+def test_options_of_the_user_are_refused(folder, option, value):
+    rewrite(folder, lambda config: config['model_args'].update({option: value}))
+    for action in (load, check_pretrained, lambda folder: load(folder, pretrained=False)):
+        with pytest.raises(ValueError, match=rf"{folder}.* sets '{option}[.\w]*' to"):
+            action(folder)
+
+
+@pytest.mark.parametrize('option', ['pretrained', 'checkpoint_path', 'cache_dir', 'pretrained_cfg', 'model_name'])
+def test_ways_of_making_a_model_are_refused(folder, option):
+    """Most of these timm itself stumbles over."""
+    rewrite(folder, lambda config: config['model_args'].update({option: 'x'}))
+    with pytest.raises(ValueError, match=rf"config.json sets '{option}' to 'x'.*Take it out"):
+        check_pretrained(folder)
+    with pytest.raises((ValueError, TypeError)):
+        load(folder)
+
+
+def test_the_user_may_set_them(saved, tmp_path):
+    model = load(saved, snapshot_dir=str(tmp_path / 'mine'), log_interval=7)
+    assert model.gate_losses.snapshots.folder == tmp_path / 'mine'
+    assert load(saved, num_classes=3).num_classes == 3
+
+
+@pytest.mark.parametrize('change, name', [
+    (dict(gater='hf-hub:me/other'), 'gater'), (dict(gater='LOCAL-DIR:/tmp/other'), 'gater'),
+    (dict(gater_args=dict(pretrained=True)), 'gater_args.pretrained'),
+    (dict(gater_args=dict(checkpoint_path='x.pth')), 'gater_args.checkpoint_path'),
+    (dict(gater_args=dict(pretrained_cfg=dict(file='x'))), 'gater_args.pretrained_cfg'),
+])
+def test_a_gater_is_not_fetched(change, name, tmp_path):
+    folder = save_pretrained(timm.create_model('gaternet_resnet20', layers=(1, 1, 1)), tmp_path / 'saved')
+    check_pretrained(folder)
+    rewrite(folder, lambda config: config['model_args'].update(change))
+    for action in (load, check_pretrained):
+        with pytest.raises(ValueError, match=f"sets '{name}' to"):
+            action(folder)
+
+
+@pytest.mark.parametrize('change', [dict(network='hf-hub:me/other'), dict(checkpoint_path='x'), dict(snapshot_dir='x')])
+def test_a_shaped_network_is_not_fetched(folder, change):
+    options = {'network': 'gated_resnet20', 'features': {'layer1.0.act1': 'normal'}, 'layers': [1, 1, 1]}
+    rewrite(folder, lambda config: config.update(architecture='batch_shaped', model_args=options))
+    assert equal(load(folder), make())
+    rewrite(folder, lambda config: config['model_args'].update(change))
+    for action in (load, check_pretrained):
+        with pytest.raises(ValueError, match=f"sets '{next(iter(change))}' to"):
+            action(folder)
+
+
+def test_unknown_options(folder):
+    rewrite(folder, lambda config: config['model_args'].update(gama=0.1))
+    for action in (load, check_pretrained):
+        with pytest.raises(ValueError, match='unknown options in model_args: gama'):
+            action(folder)
+
+
+def test_options_of_a_class():
+    options = options_of_class(type(make()))
+    assert {'layers', 'inner_channels', 'budget', 'in_chans'} <= set(options)
+    assert not {'self', 'objective', 'block', 'device', 'kwargs'} & set(options)
+
+
+# Configs that are none
+
+
+@pytest.mark.parametrize('text, message', [
+    ('{', r'config.json is not JSON'), ('[' * 100_000, 'is not JSON'), ('[1]', r'must hold an object.*got a list'),
+    ('{"architecture": 3}', r"'architecture' of .* must be the name of a timm model, got 3"),
+    ('{"architecture": "gated_resnet20", "model_args": [1]}', r"'model_args' of .* must be an object of options"),
+    ('{"architecture": "gated_resnet20", "pretrained_cfg": "x"}', r"'pretrained_cfg' of .* must be an object"),
+    ('{"architecture": "gated_resnet21"}', r"is of 'gated_resnet21', which is not a model of this package"),
+    ('{"architecture": "resnet18"}', r"is of 'resnet18', which is not a model of this package"),
+    ('{}', r"is of ''"),
+    ('{"architecture": "gated_resnet20", "pretrained_cfg": {"x": 1}}', r'does not make a model: .*\(TypeError\)'),
+    ('{"architecture": "gated_resnet20", "model_args": {"layers": "many"}}', 'does not make a model'),
+    ('{"architecture": "gated_resnet20", "pretrained_cfg": {"url": "x", "file": "y"}}', 'but it sets url, file'),
+    ('{"architecture": "gated_resnet20", "pretrained_cfg": {"custom_load": "hf"}}', 'but it sets custom_load'),
+    ('{"architecture": "gated_resnet20", "pretrained_cfg": {"architecture": "resnet18"}}', 'another architecture'),
+])
+def test_configs_that_are_refused(folder, text, message):
+    (folder / 'config.json').write_text(text)
+    with pytest.raises(ValueError, match=message):
+        check_pretrained(folder)
+
+
+def test_a_large_config_takes_no_memory(folder, monkeypatch):
+    """A model that its weights do not fit is made without memory only, however large the config wants it to be."""
+    rewrite(folder, lambda config: config['model_args'].update(channels=[20, 40, 80]))
+    devices, create_model = [], timm.create_model
+
+    def watched(*args, **kwargs):
+        devices.append(kwargs.get('device'))
+        return create_model(*args, **kwargs)
+    monkeypatch.setattr(timm, 'create_model', watched)
+    with pytest.raises(ValueError, match=r'other shapes: .*20'):
+        check_pretrained(folder)
+    assert devices == ['meta']
+
+
+def test_no_config(folder):
+    (folder / 'config.json').unlink()
+    with pytest.raises(ValueError, match=r'config.json is not there'):
+        check_pretrained(folder)
+
+
+# Weights that do not fit
+
+
+def drop(weights, *prefixes):
+    return {name: value for name, value in weights.items() if not name.startswith(prefixes)}
+
+
+@pytest.mark.parametrize('change, message, stock', [
+    (lambda w: drop(w, 'layer1.0.conv1.weight'), 'missing: layer1.0.conv1.weight', (ValueError, 'missing')),
+    (lambda w: drop(w, 'fc.bias'), 'missing: fc.bias', (RuntimeError, 'Missing key')),
+    (lambda w: drop(w, 'layer1.0.gate1.fc1.bias'), 'missing: layer1.0.gate1.fc1.bias', (RuntimeError, 'only half')),
+    (lambda w: drop(w, 'layer1.0.gate1.'), 'missing: layer1.0.gate1', None),
+    (lambda w: {**w, 'more': torch.ones(1)}, 'unexpected: more', (ValueError, 'unexpected: more')),
+    (lambda w: {**w, 'fc.bias': torch.ones(3)}, r'other shapes: fc.bias \(3,\) instead of \(10,\)',
+     (RuntimeError, 'size mismatch')),
+    (lambda w: {**w, 'layer2.0.bn1.weight': torch.ones(3)}, r'layer2.0.bn1.weight \(3,\) instead of \(32,\)',
+     (ValueError, 'other shapes')),
+    (lambda w: make(layers=(2, 2, 2)).state_dict(),
+     r"not those of its config, a 'gated_resnet20'; unexpected: layer1.1", (ValueError, 'another depth')),
+])
+def test_weights_that_are_refused(folder, change, message, stock):
+    save_file(change(load_file(folder / 'model.safetensors')), folder / 'model.safetensors')
+    with pytest.raises(ValueError, match=message):
+        check_pretrained(folder)
+    if stock:  # and timm's own way: not half a model either, but for whole gates, of which the log tells
+        with pytest.raises(stock[0], match=stock[1]):
+            load(folder)
+
+
+def test_another_family(folder):
+    rewrite(folder, lambda config: config.update(architecture='gated_resnet32', model_args={}))
+    with pytest.raises(ValueError, match="are not those of its config, a 'gated_resnet32'; missing"):
+        check_pretrained(folder)
+    with pytest.raises(ValueError, match='another depth'):
+        load(folder)
+
+
+@pytest.mark.parametrize('size', [0, 5, 2000, -1])
+def test_truncated_weights(folder, size):
+    path = folder / 'model.safetensors'
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r'model.safetensors is not whole'):
+        check_pretrained(folder)
+    with pytest.raises(ValueError, match='the weights of gated_resnet20 are not whole'):
+        load(folder)
+
+
+def test_weights_that_timm_changes(folder):
+    """A config that makes timm cut the head."""
+    rewrite(folder, lambda config: (config.pop('num_classes'), config['pretrained_cfg'].update(num_classes=10)))
+    check_pretrained(folder)
+    rewrite(folder, lambda config: config['pretrained_cfg'].update(label_offset=1))
+    with pytest.raises(ValueError, match=r'does not make a model: (.|\n)*size mismatch'):
+        check_pretrained(folder)
+
+
+def test_a_stem_that_timm_begins_afresh(tmp_path):
+    folder = save_pretrained(make(in_chans=4), tmp_path / 'saved')
+    rewrite(folder, lambda config: config['pretrained_cfg'].update(first_conv='conv1'))
+    with pytest.raises(ValueError, match='weights that timm does not load as they are: conv1.weight'):
+        check_pretrained(folder)
+
+
+def test_half_precision(folder):
+    weights = load_file(folder / 'model.safetensors')
+    save_file({k: v.half() if v.is_floating_point() else v for k, v in weights.items()}, folder / 'model.safetensors')
+    check_pretrained(folder)
+
+
+# Pickles
+
+
+class Evil:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize('name', ['pytorch_model.bin', 'model.pth', 'other.pth.tar'])
+@pytest.mark.parametrize('as_torch', [True, False], ids=['torch', 'pickle'])
+def test_a_malicious_pickle(folder, tmp_path, name, as_torch):
+    (folder / 'model.safetensors').unlink()
+    content = {'state_dict': Evil(tmp_path / 'marker')}
+    if as_torch:
+        torch.save(content, folder / name)
+    else:
+        (folder / name).write_bytes(pickle.dumps(content))
+    with pytest.raises(ValueError, match=rf'holds no model.safetensors, but {name}. Pickled weights are not read'):
+        check_pretrained(folder)
+    with pytest.raises(RuntimeError, match='weights_only=True blocked'):
+        load(folder)
+    assert not (tmp_path / 'marker').exists()
+
+
+def test_a_truncated_pickle(folder):
+    (folder / 'model.safetensors').unlink()
+    torch.save(make().state_dict(), folder / 'pytorch_model.bin')
+    assert equal(load(folder), make())  # timm's own way takes pickled tensors
+    content = (folder / 'pytorch_model.bin').read_bytes()
+    for size in (0, 100, len(content) // 2):
+        (folder / 'pytorch_model.bin').write_bytes(content[:size])
+        with pytest.raises((RuntimeError, EOFError)):
+            load(folder)
+
+
+def test_public_names():
+    assert all(hasattr(timm_gated, name) for name in ('push_to_hub', 'pull_from_hub', 'model_card'))

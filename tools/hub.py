@@ -1,0 +1,165 @@
+"""Models as folders and on the Hugging Face hub: save, describe, push and pull them
+
+    python tools/hub.py save --model gated_resnet20 --checkpoint runs/bas/model_best.pth.tar --output bas \\
+        --evaluation runs/evaluation.json --dataset-id uoft-cs/cifar10 --dataset-split test
+    python tools/hub.py card bas --evaluation runs/evaluation.json --result bas
+    python tools/hub.py push bas me/gated_resnet20-cifar10
+    python tools/hub.py pull me/gated_resnet20-cifar10 again
+
+`save` makes a folder of a checkpoint: config.json, model.safetensors, and README.md, the model's card. Its figures are
+those of an --evaluation, a file of tools/evaluate.py; without one there are none. `card` writes the card of a folder
+anew. A pulled folder has been checked against the hub's checksums, and loaded once. `push` needs `hf auth login`.
+Models load by timm.create_model('local-dir:DIR', pretrained=True) and timm.create_model('hf-hub:OWNER/NAME',
+pretrained=True), once timm_gated is imported. `python tools/hub.py save --help` has the options of `save`, and so on.
+"""
+import argparse
+import json
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Union
+
+import torch.nn as nn
+import yaml
+from huggingface_hub import ModelCard
+
+from timm_gated.analysis.sources import add_model_options, create_network
+from timm_gated.card import model_card, training_settings
+from timm_gated.hub import CARD, check_new, check_pretrained, pull_from_hub, push_to_hub, save_pretrained
+
+
+def read_figures(path: Optional[Path], result: str) -> Optional[Dict[str, Any]]:
+    """One result of a file of tools/evaluate.py.
+
+    Args:
+        path: The file; None for no figures.
+        result: The result's name; needed if there are several.
+    """
+    if path is None:
+        return None
+    try:
+        results = {entry['name']: entry for entry in json.loads(path.read_text(encoding='utf-8'))['results']}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f'{path} is not a file that tools/evaluate.py wrote: {error!r}.') from error
+    if not result and len(results) == 1:
+        return next(iter(results.values()))
+    if result not in results:
+        raise ValueError(f"--result must be one of {', '.join(results)}, of {path}, got '{result}'.")
+    return results[result]
+
+
+def read_training(args: Namespace) -> Union[str, Dict[str, Any]]:
+    """The command of the training, or its settings: from --training-args, or from args.yaml beside the checkpoint."""
+    if args.training:
+        return args.training
+    path = args.training_args
+    if path is None:
+        path = Path(getattr(args, 'checkpoint', '')).with_name('args.yaml') if getattr(args, 'checkpoint', '') else None
+        if path is None or not path.is_file():
+            return ''
+    try:
+        settings = yaml.safe_load(path.read_text(encoding='utf-8'))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f'the settings of the training cannot be read from {path}: {error}') from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} must hold settings, as timm's train.py writes them to args.yaml, got {settings!r}.")
+    return training_settings(settings)
+
+
+def make_card(model: nn.Module, args: Namespace) -> ModelCard:
+    figures = read_figures(args.evaluation, args.result)
+    return model_card(model, figures, args.dataset_id, args.dataset_split, read_training(args), args.license)
+
+
+def save(args: Namespace) -> str:
+    check_new(args.output)
+    if not args.model:
+        raise ValueError('give --model, of which the checkpoint is.')
+    model = create_network(args.model, args.checkpoint, args)
+    names = args.class_map.read_text(encoding='utf-8').split('\n') if args.class_map else None
+    save_pretrained(model, args.output, names and [name for name in names if name], make_card(model, args))
+    return f'Saved: {args.output}'
+
+
+def card(args: Namespace) -> str:
+    text = str(make_card(check_pretrained(args.folder), args))
+    partial = args.folder / f'.{CARD}.partial'
+    try:
+        partial.write_text(text, encoding='utf-8')
+        os.replace(partial, args.folder / CARD)
+    finally:
+        partial.unlink(missing_ok=True)
+    return f'Card: {args.folder / CARD}'
+
+
+def push(args: Namespace) -> str:
+    commit = push_to_hub(
+        args.folder, args.repository, private=args.private, revision=args.revision, create_pr=args.create_pr,
+        commit_message=args.message)
+    return f'Pushed: {commit.pr_url or commit.commit_url}'
+
+
+def pull(args: Namespace) -> str:
+    return f'Pulled: {pull_from_hub(args.repository, args.folder, args.revision)}'
+
+
+def add_card_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group('card')
+    group.add_argument('--evaluation', type=Path, metavar='FILE', help='what tools/evaluate.py --output wrote')
+    group.add_argument('--result', default='', metavar='NAME', help='which of its results (default: the only one)')
+    group.add_argument('--dataset-id', default='', metavar='ID', help='the data, by its name on the hub')
+    group.add_argument('--dataset-split', default='', metavar='SPLIT', help='its split, by its name on the hub')
+    group.add_argument('--training', default='', metavar='COMMAND', help='how the model was trained')
+    group.add_argument(
+        '--training-args', type=Path, metavar='FILE',
+        help="instead, the settings that timm's train.py wrote (default: args.yaml beside the checkpoint, if any)")
+    group.add_argument('--license', default='', help="of the weights (default: that of the model's config)")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar='{save,card,push,pull}')
+
+    command = commands.add_parser('save', help='make a folder of a checkpoint')
+    command.add_argument('--checkpoint', default='', metavar='FILE', help='weights of the model')
+    command.add_argument('--output', type=Path, required=True, metavar='DIR', help='the folder, a new one')
+    command.add_argument('--class-map', type=Path, metavar='FILE', help='names of the outputs, one a line')
+    add_card_options(command)
+    add_model_options(command)
+    command.set_defaults(run=save)
+
+    command = commands.add_parser('card', help='write the card of a folder anew')
+    command.add_argument('folder', type=Path, help='of a model')
+    add_card_options(command)
+    command.set_defaults(run=card)
+
+    command = commands.add_parser('push', help='put a folder on the hub')
+    command.add_argument('folder', type=Path, help='of a model')
+    command.add_argument('repository', help='OWNER/NAME, which is made if it is not there')
+    command.add_argument('--private', action='store_true', help='make it a private one')
+    command.add_argument('--revision', metavar='BRANCH', help='branch to commit to (default: the main one)')
+    command.add_argument('--create-pr', action='store_true', help='open a pull request')
+    command.add_argument('--message', default='Add model', help='of the commit (default: %(default)s)')
+    command.set_defaults(run=push)
+
+    command = commands.add_parser('pull', help='fetch a model from the hub')
+    command.add_argument('repository', help='OWNER/NAME')
+    command.add_argument('folder', type=Path, help='for the model, a new one')
+    command.add_argument('--revision', metavar='REV', help='branch, tag or commit (default: the main branch)')
+    command.set_defaults(run=pull)
+    return parser
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    args = make_parser().parse_args(argv)
+    try:
+        print(args.run(args))
+    except (ValueError, OSError) as error:
+        print(f'error: {error}', file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
