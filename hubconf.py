@@ -1,0 +1,13 @@
+"""The models of timm-gated for torch.hub: all entry points of the package, the dense ones too
+
+    torch.hub.load('.', 'gated_resnet20', source='local', pretrained=True)
+    torch.hub.load('.', 'gated_resnet20', source='local', pretrained=True, pretrained_cfg='bas_c10')   # weights by tag
+
+(torch.hub takes every callable here whose name has no underscore before it for an entry point.)
+"""
+import timm_gated as _timm_gated  # noqa: F401  (registers the models)
+from timm_gated.zoo import entry_points as _entry_points
+
+dependencies = ['torch', 'torchvision', 'timm', 'numpy', 'tqdm']
+
+globals().update(_entry_points())

@@ -1,0 +1,77 @@
+"""hubconf.py as torch.hub itself uses it, in processes of their own"""
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+from timm.models import is_model_pretrained
+
+from timm_gated.zoo import entry_points
+
+ROOT = Path(__file__).parents[1]
+TRAINED = [name for name in entry_points() if is_model_pretrained(name)]
+
+
+def run(script: str, cwd: Path) -> dict:
+    """What a script prints as JSON, in a process that finds the package through torch.hub alone."""
+    env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'}
+    env.update(OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1')
+    done = subprocess.run(
+        [sys.executable, '-c', 'import json, sys, torch\n' + script], cwd=cwd, env=env, capture_output=True, text=True,
+        timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+LOAD = """
+model = torch.hub.load({repository!r}, {name!r}, source='local', num_classes=5, **{options!r}).eval()
+package = sys.modules['timm_gated'].__file__
+print(json.dumps(dict(
+    cls=type(model).__name__, package=package, shape=model(torch.zeros(1, 3, 32, 32)).shape,
+    tag=model.pretrained_cfg['tag'], weight=model.layer1[0].conv1.weight.flatten()[:4].tolist())))
+"""
+
+
+@pytest.mark.parametrize('name, options', [
+    ('gated_resnet20', dict(gate_bias=3.)),
+    *((name, dict(pretrained=True)) for name in TRAINED),
+])
+@pytest.mark.parametrize('here', [True, False])
+def test_load(name, options, here, tmp_path):
+    repository, cwd = ('.', ROOT) if here else (str(ROOT), tmp_path)
+    loaded = run(LOAD.format(repository=repository, name=name, options=options), cwd)
+    model = timm.create_model(name, num_classes=5, **options)
+    assert loaded['cls'] == type(model).__name__ and loaded['shape'] == [1, 5]
+    assert Path(loaded['package']).resolve().is_relative_to(ROOT)
+    assert loaded['tag'] == model.pretrained_cfg['tag']
+    if options.get('pretrained'):
+        assert loaded['weight'] == pytest.approx(model.layer1[0].conv1.weight.flatten()[:4].tolist())
+
+
+CACHED = """
+torch.hub.set_dir('hub')
+where = dict(skip_validation=True, trust_repo=True)
+names = torch.hub.list('owner/name:main', verbose=False, **where)
+texts = {name: torch.hub.help('owner/name:main', name, **where) for name in names}
+print(json.dumps(texts))
+"""
+
+
+def test_list_and_help(tmp_path):
+    """As of a repository that was downloaded."""
+    (tmp_path / 'hub').mkdir()
+    (tmp_path / 'hub' / 'owner_name_main').symlink_to(ROOT)
+    texts = run(CACHED, tmp_path)
+    assert texts == {name: create.__doc__ for name, create in entry_points().items()}
+    assert all(text.startswith('Constructs ') for text in texts.values())
+    assert 'gated_resnet50' in texts and 'cifar_resnet20' in texts and 'slim_resnet18' in texts
+
+
+def test_dependencies_are_those_of_the_package():
+    requirements = re.search(r'INSTALL_REQUIRES = \[(.*?)\n\]', (ROOT / 'setup.py').read_text(), re.DOTALL).group(1)
+    names = re.findall(r"^ *'([\w-]+)", requirements, re.MULTILINE)
+    assert f'dependencies = {names}' in (ROOT / 'hubconf.py').read_text()
