@@ -6,11 +6,13 @@ from timm_gated.version import __version__ as __version__
 
 from . import compat  # noqa: F401, I001  (before anything of mmseg)
 from .backbones import GatedResNet, GatedResNetV1c, GatedResNetV1d, SlimResNet
+from .checkpoints import load_from_safetensors, load_from_timm_gated
 from .datasets import CamVidDataset
 from .hooks import GateLossScheduleHook, GateStatisticsHook
 from .losses import BatchShapingLoss, FeatureShapingLoss, L0Loss
 from .metrics import MACsMetric
 from .segmentors import GatedCascadeEncoderDecoder, GatedEncoderDecoder
+from .timm_backbone import TimmGatedBackbone
 
 __all__ = [
     'BatchShapingLoss',
@@ -26,4 +28,7 @@ __all__ = [
     'L0Loss',
     'MACsMetric',
     'SlimResNet',
+    'TimmGatedBackbone',
+    'load_from_safetensors',
+    'load_from_timm_gated',
 ]

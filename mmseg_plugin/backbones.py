@@ -183,7 +183,9 @@ class SlimResNet(ResNet):
 def backbone_cfg(backbone: Union[GatedResNet, SlimResNet]) -> Dict[str, Any]:
     """Config of a backbone as it is, after pruning too. It says nothing of weights."""
     if not isinstance(backbone, (GatedResNet, SlimResNet)):
-        raise ValueError(f'only backbones of this package can be saved pruned, got a {type(backbone).__name__}.')
+        raise ValueError(
+            f'only the backbones GatedResNet (V1c, V1d too) and SlimResNet can be saved pruned, got a '
+            f'{type(backbone).__name__}.')
     args = {k: v for k, v in backbone.resnet_args.items() if k not in ('init_cfg', 'pretrained')}
     cfg = dict(args, inner_channels=inner_channels(backbone))
     if isinstance(backbone, GatedResNet):

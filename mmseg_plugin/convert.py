@@ -1,7 +1,7 @@
 """Weights across frameworks: timm's gated ResNets and mmseg's gated backbones
 
 Blocks and gates have the same names in both. What differs is the name of a deep stem, the classifier, which a backbone
-does not have, and the prefix that a segmentor gives its backbone.
+does not have, and the prefixes that a segmentor gives its backbone, and a timm model in a backbone has.
 """
 import re
 from typing import Any, Dict, Mapping
@@ -34,6 +34,7 @@ def mmseg_to_timm(state_dict: Mapping[str, Any]) -> StateDict:
     Args:
         state_dict: Of a backbone, or of a whole segmentor.
     """
-    if any(key.startswith('backbone.') for key in state_dict):
-        state_dict = {key[len('backbone.'):]: v for key, v in state_dict.items() if key.startswith('backbone.')}
+    for prefix in ('backbone.', 'timm_model.'):
+        if any(key.startswith(prefix) for key in state_dict):
+            state_dict = {key[len(prefix):]: v for key, v in state_dict.items() if key.startswith(prefix)}
     return {re.sub(r'^stem\.', 'conv1.', re.sub(r'^stem\.7\.', 'bn1.', key)): v for key, v in state_dict.items()}

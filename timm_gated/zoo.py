@@ -1,7 +1,7 @@
 """What this package gives to timm's registry: entry points, and the weights that come with them
 
-Small trained weights lie in `timm_gated/weights`, as `<model>.<tag>.safetensors`. A pretrained config names its file, and
-stock timm does the rest, without a network: `timm.create_model('gated_resnet20.bas_c10', pretrained=True)`. To add
+Small trained weights lie in `timm_gated/weights`, as `<model>.<tag>.safetensors`. A pretrained config names its file,
+and stock timm does the rest, without a network: `timm.create_model('gated_resnet20.bas_c10', pretrained=True)`. To add
 weights, put the file there and a line into the `default_cfgs` of the model's family:
 
     'gated_resnet20.bas_c10': cifar_cfg(file=weights_file('gated_resnet20.bas_c10'), paper_ids='arXiv:1907.06627'),

@@ -1,0 +1,92 @@
+"""Gated timm models as mmsegmentation backbones
+
+mmseg's `TIMMBackbone` for the models of this package that are no ResNets of mmseg's: the CIFAR family, the rivals of
+channel gating. It differs in where weights come from. That is `init_cfg` alone, as for mmseg's own backbones, so that
+nothing is downloaded unless the config says so:
+
+    dict(type='TimmGatedBackbone', model_name='gated_resnet20',
+         init_cfg=dict(type='Pretrained', checkpoint='timm-gated://gated_resnet20.bas_c10'))
+"""
+import difflib
+from typing import Any, Dict, Optional, Sequence
+
+from mmseg.models.backbones import TIMMBackbone
+from mmseg.registry import MODELS
+from timm.models import is_model, parse_model_name, split_model_name_tag
+
+from timm_gated.gated_net import check_incoming, checkpoint_filter_fn
+from timm_gated.zoo import entry_points
+
+from .convert import mmseg_to_timm
+
+__all__ = ['TimmGatedBackbone']
+
+
+@MODELS.register_module()
+class TimmGatedBackbone(TIMMBackbone):
+    """Features of a timm model.
+
+    The model has no objective of its own here: what gates are trained with are the segmentor's `gate_losses`.
+
+    Args:
+        model_name: Name of the model without a tag, or, for its options, `local-dir:FOLDER` or `hf-hub:OWNER/NAME`.
+        out_indices: Features to hand out, counted as timm does, where 0 is the stem's; all of them by default.
+        output_stride: Stride of the last feature, if not the model's own: 1 or 2 for CIFAR, 8 or 16 for ImageNet.
+        in_channels: Channels of the images.
+        init_cfg: Where weights come from; those of a whole timm model will do.
+        **kwargs: Options of the model, such as `gate_bias`.
+    """
+
+    def __init__(
+            self,
+            model_name: str,
+            out_indices: Optional[Sequence[int]] = None,
+            output_stride: Optional[int] = None,
+            in_channels: int = 3,
+            init_cfg: Any = None,
+            **kwargs,
+    ) -> None:
+        _check_name(model_name)
+        for option in ('pretrained', 'checkpoint_path'):
+            if kwargs.pop(option, None):
+                raise ValueError(
+                    f"TimmGatedBackbone takes weights from init_cfg=dict(type='Pretrained', checkpoint=…) only, got "
+                    f'the option {option} (which a segmentor hands on: pretrained=None there turns it off).')
+        super().__init__(
+            model_name,
+            features_only=True,
+            pretrained=False,
+            in_channels=in_channels,
+            init_cfg=init_cfg,
+            out_indices=out_indices,
+            output_stride=output_stride,
+            **kwargs,
+        )
+
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args) -> None:
+        inner = f'{prefix}timm_model.'
+        incoming = [key for key in state_dict if key.startswith(prefix)]
+        if incoming and not any(key.startswith(inner) for key in incoming):
+            # Of a timm model, or of a backbone of mmseg: with what only a classifier has, and stages beyond the last.
+            weights = mmseg_to_timm({key[len(prefix):]: state_dict.pop(key) for key in incoming})
+            parts = tuple(f'{name}.' for name, _ in self.timm_model.named_children())
+            weights = checkpoint_filter_fn({k: v for k, v in weights.items() if k.startswith(parts)}, self.timm_model)
+            state_dict.update({inner + key: value for key, value in weights.items()})
+        mismatch = check_incoming(self.timm_model, state_dict, inner)
+        if mismatch:
+            raise ValueError(mismatch)  # mmengine would only warn of it
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _check_name(model_name: str) -> None:
+    source, name = parse_model_name(model_name)
+    if source:
+        return
+    model, tag = split_model_name_tag(name)
+    if not is_model(model):
+        near = difflib.get_close_matches(model, entry_points(), n=3)
+        raise ValueError(f"timm has no model '{model}'; near: {', '.join(near) or 'none of this package'}.")
+    if tag:
+        raise ValueError(
+            f"model_name must have no tag, got '{name}': weights come from init_cfg=dict(type='Pretrained', "
+            f"checkpoint='timm-gated://{name}').")
