@@ -8,6 +8,6 @@
 import timm_gated as _timm_gated  # noqa: F401  (registers the models)
 from timm_gated.zoo import entry_points as _entry_points
 
-dependencies = ['torch', 'torchvision', 'timm', 'numpy', 'tqdm']
+dependencies = ['torch', 'torchvision', 'timm', 'huggingface_hub', 'safetensors', 'yaml', 'numpy', 'tqdm']
 
 globals().update(_entry_points())

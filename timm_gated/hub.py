@@ -20,13 +20,14 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from timm.models import filter_pretrained_cfg, is_model, model_entrypoint, save_for_hf
+from timm.models import filter_pretrained_cfg, save_for_hf
 
 from .card import SOMEWHERE, model_card
-from .gated_net import GatedNet
+from .gated_net import list_gated_models
 from .hub_config import check_model_args, read_config, storable
 from .objective import Objective
 from .version import __version__
+from .zoo import entry_points
 
 __all__ = ['check_new', 'check_pretrained', 'new_folder', 'pull_from_hub', 'push_to_hub', 'save_pretrained']
 
@@ -124,7 +125,7 @@ def _check_fit(directory: Path, where: str) -> None:
     path = f'{where}/{CONFIG}'
     config = read_config(directory / CONFIG, path)
     name = config.get('architecture', '')
-    if not is_model(name) or not _is_ours(name):
+    if name not in entry_points() and name not in list_gated_models():  # (a method of one's own counts)
         raise ValueError(
             f"{path} is of '{name}', which is not a model of this package. timm_gated.list_gated_models() lists them; "
             f'those of timm need none of this.')
@@ -157,14 +158,6 @@ def _check_fit(directory: Path, where: str) -> None:
         for what, names in (('missing', missing), ('unexpected', unexpected), ('other shapes', shapes)) if names]
     if parts:
         raise ValueError(f"the weights in {where} are not those of its config, a '{name}'; {'; '.join(parts)}.")
-
-
-def _is_ours(name: str) -> bool:
-    """Whether an entry point is of this package, or makes gated networks by another method."""
-    entry_point = model_entrypoint(name)
-    returned = entry_point.__annotations__.get('return')
-    return entry_point.__module__.split('.')[0] == __name__.split('.')[0] or (
-        isinstance(returned, type) and issubclass(returned, GatedNet))
 
 
 def _make(directory: Path, where: str, **kwargs: Any) -> nn.Module:
