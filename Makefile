@@ -14,7 +14,7 @@ demo: .venv/.installed ## run the demonstration, into output/demo
 test: .venv/.installed ## lint, check the types and run the tests
 	.venv/bin/ruff check .
 	.venv/bin/mypy
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n auto
 
 bench: .venv/.installed ## time gated networks against all dense runtimes, into output/bench
 	.venv/bin/python tools/benchmark_inference.py --output output/bench

@@ -85,6 +85,7 @@ EXTRAS = {
     'bench': ['onnx', 'onnxruntime', 'onnxscript', 'openvino', 'fvcore', 'scipy', *DEMO],
     'dev': [
         'pytest',
+        'pytest-xdist',
         'hypothesis',
         'ruff',
         'mypy',
