@@ -16,7 +16,9 @@ from torchvision import transforms
 from timm_gated import GateLosses, gates
 
 ROOT = Path(__file__).parents[1] / 'configs' / 'timm'
-CONFIGS = sorted(ROOT.glob('*/*.yaml'))
+ALL = sorted(ROOT.glob('*/*.yaml'))
+FROM_DENSE = [path for path in ALL if path.stem.endswith('_from_dense')]
+CONFIGS = [path for path in ALL if path not in FROM_DENSE]  # the papers' recipes
 
 # The gating paper's, also for the dense networks, and those of its rivals.
 PAPER = {
@@ -97,6 +99,37 @@ def test_recipe(config):
     assert getattr(cfg, 'device_modules', None) == (['timm_gated'] if gates(model) or 'cifar' in cfg.model else None)
 
 
+@pytest.mark.parametrize('path', FROM_DENSE, ids=lambda path: f'{path.parent.name}/{path.stem}')
+def test_recipe_from_dense(path):
+    cfg, text, cifar = load(path), path.read_text(), path.parent.name == 'cifar10'
+    # (the weights of the ImageNet configs are on the hub, which tests do without)
+    model = timm.create_model(cfg.model, num_classes=cfg.num_classes, **getattr(cfg, 'model_kwargs', {}))
+    assert getattr(cfg, 'pretrained', False) == ('.dense_' in cfg.model) == (not cifar)
+    assert ('--initial-checkpoint' in text) == cifar
+
+    # one schedule for all of a data set, and otherwise what the papers' recipes have
+    schedule = ('epochs', 'batch_size', 'lr', 'sched', 'sched_on_updates', 'min_lr', 'opt', 'momentum', 'weight_decay')
+    assert [getattr(cfg, key) for key in schedule] == (
+        [8, 128, 0.05, 'cosine', True, 0, 'sgd', 0.9, 5e-4] if cifar else
+        [8, 256, 0.02, 'cosine', True, 0, 'sgd', 0.9, 1e-4])
+    base = vars(load(ROOT / ('cifar10/cifar_resnet20.yaml' if cifar else 'imagenet/gated_resnet34.yaml')))
+    others = {k: v for k, v in vars(cfg).items() if k not in (*schedule, 'model', 'model_kwargs', 'pretrained')}
+    assert others == {k: base[k] for k in others}
+    assert base.keys() - {'decay_milestones', 'decay_rate'} <= vars(cfg).keys() | {'model_kwargs'}
+
+    losses = getattr(model, 'gate_losses', None)
+    if isinstance(losses, GateLosses):
+        assert cfg.model_kwargs['from_dense'] == cfg.epochs
+        lam, gamma = cfg.model_kwargs.get('lam', 0.01), cfg.model_kwargs.get('gamma', 0.)
+        assert losses.weights(0) == (lam, 0.) and losses.weights(2) == (lam / 2, gamma)
+        assert losses.weights(4) == losses.weights(7) == (0., gamma)
+        assert bool(gamma) != hasattr(model, 'mac_budget')
+        assert not lam or f'lambda ({lam}, summed over' in text
+        losses.begin_epoch(model, 0)
+        assert {gate.noise.item() for _, gate in gates(model)} == {0.} and 'decide without noise' in text
+        assert all((gate.fc2.bias == 2).all() for _, gate in gates(model))
+
+
 ABLATIONS = {
     'gated_resnet20_before_relu': {'gate_before_act'},
     'gated_resnet20_all_maps': {'gated_maps'},
@@ -130,7 +163,10 @@ def test_losses(config):
         assert set(cfg.model_kwargs) == {'gamma', *ABLATIONS.get(config.stem, ())}
 
 
-@pytest.mark.parametrize('path', sorted(ROOT.glob('*/convnet_aig_*.yaml')), ids=lambda path: path.stem)
+AIG = [path for path in CONFIGS if family(path.stem) == 'convnet_aig']
+
+
+@pytest.mark.parametrize('path', AIG, ids=lambda path: path.stem)
 def test_target_rates(path):
     cfg = load(path)
     losses = timm.create_model(cfg.model, **cfg.model_kwargs).gate_losses

@@ -38,6 +38,8 @@ def images(size: int = 4) -> torch.Tensor:
     (dict(inner_width=1.5), 'inner_width must be a whole number >= 1, got 1.5'),
     (dict(gate_temperature=0.), 'temperature .* got 0.0'),
     (dict(gate_hidden=0), 'hidden_channels .* got 0'),
+    (dict(noise_epochs=(3, 2)), 'noise_epochs must satisfy .* got start 3 and end 2'),
+    (dict(from_dense=0), 'from_dense.* must be a number > 0, got 0'),
 ])
 def test_bad_options_are_refused_when_the_model_is_made(kwargs, message):
     with pytest.raises(ValueError, match=message):
@@ -58,6 +60,19 @@ def test_one_option_leaves_the_rest_of_the_recipe():
     assert changed.weights(300) == (0., 0.2)
     for name in ('lam', 'lam_epochs', 'gamma_epochs', 'lam_reduction', 'gamma_reduction'):
         assert getattr(default, name) == getattr(changed, name)
+
+
+@pytest.mark.parametrize('name', ['gated_resnet20', 'gated_resnet20_w10', 'gated_resnet18'])
+def test_from_dense_scales_with_the_epochs_and_gives_way_to_other_options(name):
+    model = timm.create_model(name, from_dense=16, gamma=0.5)
+    losses = model.gate_losses
+    assert [losses.weights(epoch) for epoch in (0, 4, 8, 15)] == [(0.01, 0.), (0.005, 0.5), (0., 0.5), (0., 0.5)]
+    assert all((gate.fc2.bias == 2).all() for _, gate in gates(model))
+    assert timm.create_model(name, from_dense=16, gate_bias=1.).model_args['gate_bias'] == 1
+    # what it stands for is stored, so that a change of it does not change models that were saved before
+    assert 'from_dense' not in model.model_args and model.model_args['lam_epochs'] == (0, 8)
+    again = timm.create_model(name, **model.model_args)
+    assert again.gate_losses.extra_repr() == losses.extra_repr()
 
 
 def test_no_sorting_when_lambda_is_zero(monkeypatch):

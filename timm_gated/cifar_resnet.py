@@ -24,7 +24,14 @@ from timm.models.resnet import BasicBlock
 
 from .blocks import GatedBasicBlock
 from .checks import check_number
-from .gated_net import GatedNet, build_model, checkpoint_filter_fn, create_gated_net, rename_linear_head
+from .gated_net import (
+    GatedNet,
+    build_model,
+    checkpoint_filter_fn,
+    create_gated_net,
+    from_dense_options,
+    rename_linear_head,
+)
 from .narrow import Channels, narrow_maps
 
 __all__ = ['CIFAR10_RECIPE', 'CifarResNet', 'GatedCifarResNet', 'cifar_cfg', 'create_gated_cifar_resnet']
@@ -303,9 +310,10 @@ def _create_gated_resnet(
         depth: int,
         pretrained: bool = False,
         variant: Optional[str] = None,
+        from_dense: Optional[float] = None,
         **kwargs,
 ) -> GatedCifarResNet:
-    model_args = dict(block=GatedBasicBlock, recipe=CIFAR10_RECIPE)
+    model_args = dict(block=GatedBasicBlock, recipe=CIFAR10_RECIPE, **from_dense_options(from_dense))
     return create_gated_cifar_resnet(
         variant or f'gated_resnet{depth}', depth, pretrained, **dict(model_args, **kwargs))
 

@@ -16,14 +16,15 @@ from safetensors import SafetensorError
 from timm.models import build_model_with_cfg, clean_state_dict, list_models, model_entrypoint
 
 from .budget import MacBudget
+from .checks import check_number
 from .gate import ChannelGate, Gate, Gating
 from .hub_config import MAKING, check_origin, options_of_class
 from .narrow import Channels, narrow_maps
 from .objective import GateLosses, Objective
 
 __all__ = [
-    'GatedNet', 'build_model', 'check_incoming', 'checkpoint_filter_fn', 'create_gated_net', 'list_gated_models',
-    'rename_linear_head',
+    'GatedNet', 'build_model', 'check_incoming', 'checkpoint_filter_fn', 'create_gated_net', 'from_dense_options',
+    'list_gated_models', 'rename_linear_head',
 ]
 
 _logger = logging.getLogger(__name__)
@@ -186,6 +187,22 @@ def create_gated_net(
     model.dense_variant = dense_variant
     model.dense_args = _options_of_model({k: v for k, v in kwargs.items() if k not in model_cls.gating_options})
     return model
+
+
+def from_dense_options(epochs: Optional[float]) -> Dict[str, Any]:
+    """Options for gating a trained network in a few epochs; a budget, or gamma, says how sparse it is to become.
+
+    Gates start open, so that the network starts as it is, and decide without noise, which costs few epochs too much.
+    Batch shaping is weak, or it would take every gate to its prior's mean within an epoch, and gone after half of them.
+
+    Args:
+        epochs: Epochs of the training; None for no options.
+    """
+    if epochs is None:
+        return {}
+    check_number(epochs, 'from_dense, the epochs in which a trained network is gated,', above=0)
+    return dict(
+        gate_bias=2., lam=0.01, lam_epochs=(0, epochs / 2), gamma=0., gamma_epochs=(0, epochs / 4), noise_epochs=(0, 0))
 
 
 def _options(cls: Type[nn.Module]) -> List[str]:

@@ -6,14 +6,14 @@ Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://op
 
 Block weights keep timm's names. The tags `dense_a1_in1k` load timm's dense ImageNet weights under fresh gates.
 """
-from typing import Any, Dict, Type
+from typing import Any, Dict, Optional, Type
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, register_model
 from timm.models.resnet import ResNet
 
 from .blocks import GatedBasicBlock, GatedBottleneck
-from .gated_net import GatedNet, create_gated_net
+from .gated_net import GatedNet, create_gated_net, from_dense_options
 
 __all__ = ['GatedResNet', 'IMAGENET_RECIPE', 'create_gated_resnet', 'imagenet_cfg']
 
@@ -72,8 +72,14 @@ def create_gated_resnet(
     return create_gated_net(model_cls, variant, pretrained, dense_variant=f'slim_resnet{depth}', **kwargs)
 
 
-def _create_gated_resnet(depth: int, pretrained: bool = False, **kwargs) -> GatedResNet:
-    return create_gated_resnet(f'gated_resnet{depth}', depth, pretrained, recipe=IMAGENET_RECIPE, **kwargs)
+def _create_gated_resnet(
+        depth: int,
+        pretrained: bool = False,
+        from_dense: Optional[float] = None,
+        **kwargs,
+) -> GatedResNet:
+    model_args = dict(recipe=IMAGENET_RECIPE, **from_dense_options(from_dense))
+    return create_gated_resnet(f'gated_resnet{depth}', depth, pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
