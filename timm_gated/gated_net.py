@@ -192,8 +192,9 @@ def create_gated_net(
 def from_dense_options(epochs: Optional[float]) -> Dict[str, Any]:
     """Options for gating a trained network in a few epochs; a budget, or gamma, says how sparse it is to become.
 
-    Gates start open, so that the network starts as it is, and decide without noise, which costs few epochs too much.
-    Batch shaping is weak, or it would take every gate to its prior's mean within an epoch, and gone after half of them.
+    Gates start open, so that the network starts much as it is. Batch shaping is weak, or it would take every gate to its
+    prior's mean within an epoch, and gone after half of them; then the noise goes as well, so that the last epochs
+    train the network that is going to be evaluated.
 
     Args:
         epochs: Epochs of the training; None for no options.
@@ -202,7 +203,8 @@ def from_dense_options(epochs: Optional[float]) -> Dict[str, Any]:
         return {}
     check_number(epochs, 'from_dense, the epochs in which a trained network is gated,', above=0)
     return dict(
-        gate_bias=2., lam=0.01, lam_epochs=(0, epochs / 2), gamma=0., gamma_epochs=(0, epochs / 4), noise_epochs=(0, 0))
+        gate_bias=2., lam=0.01, lam_epochs=(0, epochs / 2), gamma=0., gamma_epochs=(0, epochs / 4),
+        noise_epochs=(0, epochs * 5 / 8))
 
 
 def _options(cls: Type[nn.Module]) -> List[str]:
