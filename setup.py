@@ -108,7 +108,7 @@ setup(
     license='Apache-2.0',
     license_files=['LICENSE'],
     packages=find_packages(include=['timm_gated', 'timm_gated.*', 'mmseg_plugin', 'mmseg_plugin.*']),
-    package_data={'timm_gated': ['weights/*.safetensors']},
+    package_data={'timm_gated': ['weights/*']},
     ext_modules=[KERNELS],
     cmdclass={'build_ext': BuildKernels},
     python_requires='>=3.10',

@@ -142,7 +142,6 @@ def test_weights_of_the_package(name):
     assert_same_features(built, timm.create_model(name, pretrained=True))
 
 
-@pytest.mark.skipif('gated_resnet20.bas_c10' not in PACKAGED, reason='these weights are not in this package yet')
 def test_weights_of_the_config():
     model = MODELS.build(Config.fromfile(CONFIG).model)
     model.init_weights()

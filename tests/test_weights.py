@@ -16,7 +16,7 @@ from timm_gated.zoo import WEIGHTS, entry_points, list_weights, weights_file
 ROOT = Path(__file__).parents[1]
 OWN = [name for name in timm.list_models(list(entry_points()), include_tags=True) if '.' in name]
 FILES = {name: get_pretrained_cfg(name).file for name in OWN if get_pretrained_cfg(name).file}
-DEFAULTS = {'gated_resnet20': 'bas_c10'}  # where a model has several tags with weights
+DEFAULTS = {'cifar_resnet20': 'e28_c10', 'gated_resnet20': 'bas_c10'}  # where a model has several tags with weights
 packaged = pytest.mark.parametrize('name', FILES)
 
 
@@ -46,7 +46,8 @@ def test_entry_points_are_those_of_this_package():
 
 
 def test_every_file_belongs_to_a_config_and_the_other_way_round():
-    assert sorted(path.name for path in WEIGHTS.glob('*')) == sorted(f'{name}.safetensors' for name in FILES)
+    expected = {f'{name}.{suffix}' for name in FILES for suffix in ('safetensors', 'md')}
+    assert {path.name for path in WEIGHTS.iterdir()} == expected
     assert all(FILES[name] == weights_file(name) for name in FILES)
     without = [name for name in OWN if name not in list_weights()]
     assert {split_model_name_tag(name)[1] for name in without} <= {'untrained'}
@@ -145,4 +146,5 @@ def test_installed_with_the_package():
     done = subprocess.run(
         [sys.executable, '-c', 'import setuptools\n' + script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert {f'timm_gated/weights/{name}.safetensors' for name in FILES} == set(done.stdout.split())
+    expected = {f'timm_gated/weights/{name}.{suffix}' for name in FILES for suffix in ('safetensors', 'md')}
+    assert set(done.stdout.split()) == expected

@@ -33,6 +33,7 @@ from .gated_net import (
     rename_linear_head,
 )
 from .narrow import Channels, narrow_maps
+from .zoo import weights_file
 
 __all__ = ['CIFAR10_RECIPE', 'CifarResNet', 'GatedCifarResNet', 'cifar_cfg', 'create_gated_cifar_resnet']
 
@@ -264,6 +265,10 @@ def cifar_cfg(**kwargs) -> Dict[str, Any]:
 _DEPTHS = (20, 32, 38, 44, 56, 74, 110)
 
 default_cfgs = generate_default_cfgs({
+    # (of 28 epochs and of 20)
+    'cifar_resnet20.e28_c10': cifar_cfg(file=weights_file('cifar_resnet20.e28_c10'), paper_ids='arXiv:1512.03385'),
+    'cifar_resnet20.e20_c10': cifar_cfg(file=weights_file('cifar_resnet20.e20_c10'), paper_ids='arXiv:1512.03385'),
+    'gated_resnet20.bas_c10': cifar_cfg(file=weights_file('gated_resnet20.bas_c10'), paper_ids='arXiv:1907.06627'),
     **{f'cifar_resnet{depth}.untrained': cifar_cfg(paper_ids='arXiv:1512.03385') for depth in _DEPTHS},
     **{f'gated_resnet{depth}.untrained': cifar_cfg(paper_ids='arXiv:1907.06627') for depth in _DEPTHS},
     'gated_resnet20_w10.untrained': cifar_cfg(paper_ids='arXiv:1907.06627'),

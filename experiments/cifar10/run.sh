@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# The trainings on CIFAR-10, by their names:
+#
+#     python tools/prepare_cifar10.py --source cifar-10-python.tar.gz --output data/cifar10
+#     bash experiments/cifar10/run.sh a_dense              # from the root of this repository
+#
+# TRAIN is timm's train.py, DATA the images, RUNS where the runs go.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+configs=configs/timm/cifar10
+dense=timm_gated/weights/cifar_resnet20.e20_c10.safetensors  # the last epoch of a_dense
+
+train() {
+    local config=$1
+    shift
+    OMP_NUM_THREADS=1 python "${TRAIN:-train.py}" --config "$configs/$config.yaml" --data-dir "${DATA:-data/cifar10}" \
+        --output "${RUNS:-runs}" --experiment "$name" --seed 42 --device cpu --amp --amp-dtype bfloat16 --workers 1 \
+        --checkpoint-hist 1 --log-interval 50 "$@"
+}
+
+name=${1:?the name of a run, see this file}
+case $name in
+    # Track A: 20 epochs from scratch, the paper's schedules of 500 shortened in proportion.
+    a_dense) train cifar_resnet20 --epochs 20 --decay-milestones 13 16 19 ;;
+    a_bas)
+        train gated_resnet20 --epochs 20 --decay-milestones 13 16 19 \
+            --model-kwargs lam=0.75 "lam_epochs=(0,4)" gamma=1.25 "gamma_epochs=(4,12)" ;;
+    # Track B: 8 epochs from the dense weights of track A, one learning rate for all.
+    b_dense) train cifar_resnet20_from_dense --initial-checkpoint $dense ;;
+    b_bas_budget70) train gated_resnet20_from_dense --initial-checkpoint $dense \
+        --model-kwargs from_dense=8 budget=0.7 budget_weight=20.0 ;;
+    b_bas_budget70_noiseless) train gated_resnet20_from_dense --initial-checkpoint $dense \
+        --model-kwargs from_dense=8 budget=0.7 budget_weight=20.0 "noise_epochs=(0,0)" ;;
+    b_bas_gamma1) train gated_resnet20_from_dense --initial-checkpoint $dense --model-kwargs from_dense=8 gamma=1.0 ;;
+    *) echo "error: there is no run '$name'; this file lists them." >&2 && exit 1 ;;
+esac

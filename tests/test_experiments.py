@@ -1,0 +1,66 @@
+"""The figures of experiments/ and of the cards are those that were measured, and the runs those of the script"""
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+import timm
+import yaml
+from huggingface_hub import ModelCard
+
+from timm_gated.zoo import WEIGHTS
+
+ROOT = Path(__file__).parents[1] / 'experiments'
+RUNS = ROOT / 'cifar10'
+RESULTS = {result['name']: result for result in json.loads((RUNS / 'evaluation.json').read_text())['results']}
+CARDS = sorted(WEIGHTS.glob('*.md'))
+
+
+def row(result: dict) -> list:
+    gates = ' / '.join(str(result[kind]) for kind in ('always_on', 'conditional', 'always_off'))
+    return [
+        f'{result["top1"]:.2f}', f'{result["mean_macs"] / 1e6:.2f} M', f'{100 * result["macs_share"]:.1f} %',
+        gates if result['num_gates'] else '']
+
+
+def test_tables_are_the_measured_figures():
+    text = (ROOT / 'README.md').read_text()
+    rows = {name: cells for name, cells in re.findall(r'^\| `(\w+)`: [^|]+\|(.*)\|$', text, re.MULTILINE)}
+    assert rows.keys() == RESULTS.keys()
+    for name, cells in rows.items():
+        assert [cell.strip() for cell in cells.split('|')] == row(RESULTS[name]), name
+
+
+@pytest.mark.parametrize('name', RESULTS)
+def test_every_run_is_kept_and_has_its_command(name):
+    args = yaml.safe_load((RUNS / name / 'args.yaml').read_text())
+    with (RUNS / name / 'summary.csv').open() as file:
+        curve = list(csv.DictReader(file))
+    assert [int(line['epoch']) for line in curve] == list(range(args['epochs']))
+    # (train.py evaluates in bfloat16, tools/evaluate.py in float32)
+    assert abs(float(curve[-1]['eval_top1']) - RESULTS[name]['top1']) < 0.25
+    assert re.search(rf'^ *{name}\)', (RUNS / 'run.sh').read_text(), re.MULTILINE)
+    assert 'Train: 0 [   0/' in (RUNS / name / 'log.txt').read_text()
+    assert args['model'] == RESULTS[name]['model'] and args['seed'] == 42
+
+
+def test_no_machine_is_named():
+    for path in [*RUNS.rglob('*'), *CARDS]:
+        if path.is_file():
+            assert not re.search(r'(?<![\w.])/(tmp|work|home|root|data)/', path.read_text()), path
+
+
+@pytest.mark.parametrize('path', CARDS, ids=lambda path: path.stem)
+def test_cards_say_what_was_measured(path):
+    card = ModelCard.load(path)
+    run = re.search(r'bash experiments/cifar10/run.sh (\w+)', card.text).group(1)
+    top1, macs, share, _ = row(RESULTS[run])
+    assert card.data.to_dict()['model-index'][0]['results'][0]['metrics'][0]['value'] == float(top1)
+    assert f'| top-1 accuracy | {top1} % |' in card.text and macs in card.text
+    assert RESULTS[run]['num_gates'] == 0 or f'| {share} of ' in card.text
+    readme = (ROOT.parent / 'README.md').read_text()
+    assert '| '.join((f'| `{path.stem}` ', *(f'{cell} '.lstrip() for cell in row(RESULTS[run])))) + '|' in readme
+    model = timm.create_model(path.stem, pretrained=True)
+    assert path.stem.split('.')[0] == RESULTS[run]['model'] and f"'{path.stem}', pretrained=True" in card.text
+    assert sum(p.numel() for p in model.parameters()) == RESULTS[run]['parameters']
