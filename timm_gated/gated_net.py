@@ -192,8 +192,8 @@ def create_gated_net(
 def from_dense_options(epochs: Optional[float]) -> Dict[str, Any]:
     """Options for gating a trained network in a few epochs; a budget, or gamma, says how sparse it is to become.
 
-    Gates start open, so that the network starts much as it is. Batch shaping is weak, or it would take every gate to its
-    prior's mean within an epoch, and gone after half of them; then the noise goes as well, so that the last epochs
+    Gates start open, so that the network starts much as it is. Batch shaping is weak, or it would take every gate to
+    its prior's mean within an epoch, and gone after half of them; then the noise goes as well, so that the last epochs
     train the network that is going to be evaluated.
 
     Args:
