@@ -34,7 +34,7 @@ def relaxed_bernoulli_cdf(x: np.ndarray, temperature: float, probs: float) -> np
     (RelaxedBernoulli(), lambda x: relaxed_bernoulli_cdf(x, 2 / 3, 0.6)),
     (RelaxedBernoulli(0.2, probs=0.9), lambda x: relaxed_bernoulli_cdf(x, 0.2, 0.9)),
     (RelaxedBernoulli(2, logits=-1.), lambda x: relaxed_bernoulli_cdf(x, 2, 1 / (1 + math.e))),
-], ids=str)
+], ids=lambda value: str(value) if isinstance(value, Prior) else 'reference')
 def test_cdf(prior, cdf):
     x = UNIT if isinstance(prior, (Beta, RelaxedBernoulli)) else REAL
     np.testing.assert_allclose(prior.cdf(x).numpy(), cdf(x.double().numpy()), rtol=1e-5, atol=1e-6)
