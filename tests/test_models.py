@@ -81,10 +81,14 @@ def test_list_models():
     assert 'resnet18' in timm.list_models('resnet*')  # timm's own module of that name is untouched
 
 
+TRAINED = {'gated_resnet20': 'bas_c10'}  # by the default tag, whose weights come with the package
+
+
 def test_list_pretrained():
     dense = [f'gated_resnet{depth}.dense_a1_in1k' for depth in IMAGENET_DEPTHS]
-    assert sorted(timm.list_pretrained('gated_*')) == sorted(dense)
-    assert not any(timm.is_model_pretrained(name) for name in GATED)
+    trained = [f'{name}.{tag}' for name, tag in TRAINED.items()]
+    assert sorted(timm.list_pretrained('gated_*')) == sorted(dense + trained)
+    assert {name for name in GATED if timm.is_model_pretrained(name)} == TRAINED.keys()
 
 
 @pytest.mark.parametrize('name', GATED)
@@ -94,7 +98,7 @@ def test_configuration(name):
     config = resolve_model_data_config(model)
     assert config['input_size'] == ((3, 224, 224) if is_imagenet(name) else (3, 32, 32))
     assert model.num_classes == (1000 if is_imagenet(name) else 10)
-    assert model.pretrained_cfg['architecture'] == name and model.pretrained_cfg['tag'] == 'untrained'
+    assert model.pretrained_cfg['architecture'] == name and model.pretrained_cfg['tag'] == TRAINED.get(name, 'untrained')
     assert model.get_submodule(model.pretrained_cfg['first_conv']) is model.conv1
     assert model.get_submodule(model.pretrained_cfg['classifier']) is model.get_classifier()
     assert repr(model)
