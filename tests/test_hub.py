@@ -44,6 +44,7 @@ def equal(one, other):
 
 def test_saved_and_loaded(saved):
     assert sorted(path.name for path in saved.iterdir()) == ['README.md', 'config.json', 'model.safetensors']
+    assert len({path.stat().st_mode for path in saved.iterdir()}) == 1  # who may read one may read all
     model = make()
     assert equal(load(saved), model) and equal(check_pretrained(saved).eval(), model)
     assert any(0 < gate.decision.mean() < 1 for _, gate in gates(model))

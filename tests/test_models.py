@@ -98,7 +98,8 @@ def test_configuration(name):
     config = resolve_model_data_config(model)
     assert config['input_size'] == ((3, 224, 224) if is_imagenet(name) else (3, 32, 32))
     assert model.num_classes == (1000 if is_imagenet(name) else 10)
-    assert model.pretrained_cfg['architecture'] == name and model.pretrained_cfg['tag'] == TRAINED.get(name, 'untrained')
+    assert model.pretrained_cfg['architecture'] == name
+    assert model.pretrained_cfg['tag'] == TRAINED.get(name, 'untrained')
     assert model.get_submodule(model.pretrained_cfg['first_conv']) is model.conv1
     assert model.get_submodule(model.pretrained_cfg['classifier']) is model.get_classifier()
     assert repr(model)

@@ -77,6 +77,7 @@ def save_pretrained(
     with new_folder(directory) as partial:
         save_for_hf(model, str(partial), model_config=config, model_args=model_args, safe_serialization=True)
         (partial / CARD).write_text(card, encoding='utf-8')
+        (partial / WEIGHTS).chmod((partial / CONFIG).stat().st_mode)  # which safetensors closes to others
         _check_fit(partial, str(directory))
     return Path(directory)
 
