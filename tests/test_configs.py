@@ -120,7 +120,7 @@ def test_recipe_from_dense(path):
     losses = getattr(model, 'gate_losses', None)
     if isinstance(losses, GateLosses):
         assert cfg.model_kwargs['from_dense'] == cfg.epochs
-        lam, gamma = cfg.model_kwargs.get('lam', 0.01), cfg.model_kwargs.get('gamma', 0.)
+        lam, gamma = cfg.model_kwargs.get('lam', 0.003), cfg.model_kwargs.get('gamma', 0.)
         assert losses.weights(0) == (lam, 0.) and losses.weights(2) == (lam / 2, gamma)
         assert losses.weights(4) == losses.weights(7) == (0., gamma)
         assert bool(gamma) != hasattr(model, 'mac_budget')

@@ -47,7 +47,7 @@ def test_every_run_is_kept_and_has_its_command(name):
 
 def test_no_machine_is_named():
     for path in [*RUNS.rglob('*'), *CARDS]:
-        if path.is_file():
+        if path.is_file() and path.suffix != '.png':
             assert not re.search(r'(?<![\w.])/(tmp|work|home|root|data)/', path.read_text()), path
 
 

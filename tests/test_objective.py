@@ -66,7 +66,7 @@ def test_one_option_leaves_the_rest_of_the_recipe():
 def test_from_dense_scales_with_the_epochs_and_gives_way_to_other_options(name):
     model = timm.create_model(name, from_dense=16, gamma=0.5)
     losses = model.gate_losses
-    assert [losses.weights(epoch) for epoch in (0, 4, 8, 15)] == [(0.01, 0.), (0.005, 0.5), (0., 0.5), (0., 0.5)]
+    assert [losses.weights(epoch) for epoch in (0, 4, 8, 15)] == [(0.003, 0.), (0.0015, 0.5), (0., 0.5), (0., 0.5)]
     assert all((gate.fc2.bias == 2).all() for _, gate in gates(model))
     assert timm.create_model(name, from_dense=16, gate_bias=1.).model_args['gate_bias'] == 1
     # what it stands for is stored, so that a change of it does not change models that were saved before

@@ -203,7 +203,7 @@ def from_dense_options(epochs: Optional[float]) -> Dict[str, Any]:
         return {}
     check_number(epochs, 'from_dense, the epochs in which a trained network is gated,', above=0)
     return dict(
-        gate_bias=2., lam=0.01, lam_epochs=(0, epochs / 2), gamma=0., gamma_epochs=(0, epochs / 4),
+        gate_bias=2., lam=0.003, lam_epochs=(0, epochs / 2), gamma=0., gamma_epochs=(0, epochs / 4),
         noise_epochs=(0, epochs * 5 / 8))
 
 

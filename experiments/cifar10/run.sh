@@ -29,8 +29,11 @@ case $name in
     b_dense) train cifar_resnet20_from_dense --initial-checkpoint $dense ;;
     b_bas_budget70) train gated_resnet20_from_dense --initial-checkpoint $dense \
         --model-kwargs from_dense=8 budget=0.7 budget_weight=20.0 ;;
-    b_bas_budget70_noiseless) train gated_resnet20_from_dense --initial-checkpoint $dense \
-        --model-kwargs from_dense=8 budget=0.7 budget_weight=20.0 "noise_epochs=(0,0)" ;;
-    b_bas_gamma1) train gated_resnet20_from_dense --initial-checkpoint $dense --model-kwargs from_dense=8 gamma=1.0 ;;
+    b_bas_budget70_strong) train gated_resnet20_from_dense --initial-checkpoint $dense \
+        --model-kwargs from_dense=8 lam=0.01 budget=0.7 budget_weight=20.0 ;;
+    b_bas_budget70_strong_noiseless) train gated_resnet20_from_dense --initial-checkpoint $dense \
+        --model-kwargs from_dense=8 lam=0.01 budget=0.7 budget_weight=20.0 "noise_epochs=(0,0)" ;;
+    b_bas_gamma1) train gated_resnet20_from_dense --initial-checkpoint $dense \
+        --model-kwargs from_dense=8 lam=0.01 gamma=1.0 ;;
     *) echo "error: there is no run '$name'; this file lists them." >&2 && exit 1 ;;
 esac
