@@ -13,8 +13,8 @@ import torch.nn as nn
 from mmengine.config import Config
 from mmseg.registry import DATASETS
 
+from timm_gated.files import new_folder
 from timm_gated.gate import gates
-from timm_gated.hub import new_folder
 from timm_gated.pruning import Pruned, check_classes, check_repeatable, prune_with
 from timm_gated.record import Outcome
 

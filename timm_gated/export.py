@@ -4,14 +4,13 @@ A gated network is exported with masks: every filter runs, and closed ones are m
 runtime, but no faster. What makes such a file faster is pruning or specialising the network first.
 """
 import copy
-import os
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator, Optional, Sequence, Tuple, Union
+from typing import Any, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
 
+from .files import new_file
 from .gate import gates, unwrap
 
 __all__ = ['export_onnx', 'export_program', 'onnx_difference']
@@ -39,7 +38,8 @@ def export_onnx(
     with torch.no_grad():
         outputs = model(images)
     names = ['logits'] if isinstance(outputs, torch.Tensor) else [f'features{i}' for i in range(len(outputs))]
-    with _written_whole(path) as partial:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with new_file(path) as partial:
         torch.onnx.export(
             model, (images,), str(partial), dynamo=True, dynamic_shapes=_dynamic_batch(), input_names=['images'],
             output_names=names, opset_version=opset, external_data=False, verbose=False)
@@ -56,7 +56,8 @@ def export_program(model: nn.Module, path: PathLike, input_size: Optional[Sequen
     """
     model, images = _prepare(model, input_size)
     program = torch.export.export(model, (images,), dynamic_shapes=_dynamic_batch())
-    with _written_whole(path) as partial:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with new_file(path) as partial:
         torch.export.save(program, str(partial))
     return Path(path)
 
@@ -99,16 +100,3 @@ def _prepare(model: nn.Module, input_size: Optional[Sequence[int]]) -> Tuple[nn.
 
 def _dynamic_batch() -> Any:
     return ({0: torch.export.Dim('batch')},)
-
-
-@contextmanager
-def _written_whole(path: PathLike) -> Iterator[Path]:
-    """A file beside `path` to write to, which takes its place at the end."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f'.{path.stem}.partial{path.suffix}')
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

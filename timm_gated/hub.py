@@ -6,7 +6,6 @@ figures, and downloads that are checked, by their checksums and by loading them,
 safetensors throughout; pickles are neither written nor fetched.
 """
 import copy
-import os
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -23,13 +22,14 @@ from safetensors.torch import load_file
 from timm.models import filter_pretrained_cfg, save_for_hf
 
 from .card import SOMEWHERE, model_card
+from .files import check_new, new_folder
 from .gated_net import list_gated_models
 from .hub_config import check_model_args, read_config, storable
 from .objective import Objective
 from .version import __version__
 from .zoo import entry_points
 
-__all__ = ['check_new', 'check_pretrained', 'new_folder', 'pull_from_hub', 'push_to_hub', 'save_pretrained']
+__all__ = ['check_pretrained', 'pull_from_hub', 'push_to_hub', 'save_pretrained']
 
 CONFIG, WEIGHTS, CARD = 'config.json', 'model.safetensors', 'README.md'
 
@@ -285,24 +285,3 @@ def _clear_errors(repo_id: str, what: str) -> Iterator[None]:
     except (HTTPError, RuntimeError) as error:  # (the client's error over an upload is a RuntimeError)
         reason = error.__cause__ or error
         raise ConnectionError(f'the connection to the hub failed over {repo_id}: {reason}. Try again.') from error
-
-
-def check_new(directory: Union[str, Path]) -> None:
-    """Refuse a folder that has something in it."""
-    directory = Path(directory)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f'{directory} exists already; choose a folder that does not.')
-
-
-@contextmanager
-def new_folder(directory: Union[str, Path]) -> Iterator[Path]:
-    """A folder to write to, which becomes `directory` at the end; after an error nothing is left of it."""
-    directory = Path(directory).resolve()
-    check_new(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    # (A folder within a temporary one, because temporary ones are closed to others.)
-    with tempfile.TemporaryDirectory(prefix=f'.{directory.name}.', dir=directory.parent) as temporary:
-        partial = Path(temporary) / directory.name
-        partial.mkdir()
-        yield partial
-        os.replace(partial, directory)

@@ -11,7 +11,6 @@ One file an epoch, written whole or not at all. A training that is resumed goes 
 run again replaces its file.
 """
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Union
@@ -21,6 +20,7 @@ import torch
 import torch.nn as nn
 
 from .checks import check_number
+from .files import new_file
 from .gate import gates
 
 __all__ = ['GateSnapshots', 'Snapshots', 'histograms', 'load_snapshots']
@@ -95,18 +95,14 @@ class GateSnapshots:
             return
         assert self._counts is not None
         path = self.folder / f'epoch_{self.epoch:04d}.npz'
-        partial = path.with_name(f'.{path.name}.partial')
         try:
-            with open(partial, 'wb') as file:
+            with new_file(path) as partial:
                 np.savez_compressed(
-                    file, names=np.array(self._names), counts=self._counts.cpu().numpy(), epoch=np.array(self.epoch),
+                    partial, names=np.array(self._names), counts=self._counts.cpu().numpy(), epoch=np.array(self.epoch),
                     weight_names=np.array(list(self._weights), dtype=np.str_),
                     weights=np.array(list(self._weights.values()), dtype=np.float64))
-            os.replace(partial, path)
         except OSError as error:  # a full disk should not end a training of days
             _logger.warning(f'The gate snapshot {path} could not be written: {error}.')
-        finally:
-            partial.unlink(missing_ok=True)
         self._written = True
 
     def __getstate__(self) -> Dict[str, Any]:

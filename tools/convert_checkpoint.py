@@ -7,7 +7,6 @@ The result is a bare state dict: of a backbone, for `init_cfg=dict(type='Pretrai
 without its classifier. Nothing but tensors is read from the source, and the target is written whole or not at all.
 """
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import List, Optional
@@ -17,6 +16,7 @@ import torch
 from timm.models import load_state_dict
 
 from mmseg_plugin.convert import mmseg_to_timm, timm_to_mmseg
+from timm_gated.files import new_file
 
 
 def convert(source: Path, target: Path, to: str, overwrite: bool = False) -> int:
@@ -36,15 +36,11 @@ def convert(source: Path, target: Path, to: str, overwrite: bool = False) -> int
     if not any('layer1.0.conv1' in key for key in state_dict):
         raise ValueError(f'{source} holds no ResNet: no key has layer1.0.conv1 in it.')
     out = timm_to_mmseg(state_dict) if to == 'mmseg' else mmseg_to_timm(state_dict)
-    partial = target.with_name(f'.{target.name}.partial')
-    try:
+    with new_file(target) as partial:
         if target.suffix == '.safetensors':
             safetensors.torch.save_file({k: v.contiguous() for k, v in out.items()}, partial)
         else:
             torch.save(out, partial)
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
     return len(out)
 
 

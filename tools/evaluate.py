@@ -8,7 +8,6 @@ A checkpoint is of --model, or says its own as MODEL=FILE. The JSON file is what
 """
 import argparse
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -25,6 +24,7 @@ from timm_gated.analysis.sources import (
     create_network,
     parse_checkpoint,
 )
+from timm_gated.files import new_file
 from timm_gated.statistics import GateCounts, check_threshold
 
 Result = Dict[str, Any]
@@ -72,17 +72,6 @@ def table(results: Sequence[Result]) -> str:
     return '\n'.join([lines[0], '  '.join('-' * width for width in widths), *lines[1:]])
 
 
-def write_json(path: Path, results: Sequence[Result]) -> None:
-    """Write the file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f'.{path.name}.partial')
-    try:
-        partial.write_text(json.dumps({'results': list(results)}, indent=1, allow_nan=False) + '\n', encoding='utf-8')
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def main(argv: Optional[List[str]] = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -102,7 +91,10 @@ def main(argv: Optional[List[str]] = None) -> int:
         return 1
     print(table(results))
     if args.output:
-        write_json(args.output, results)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(args.output) as partial:
+            text = json.dumps({'results': results}, indent=1, allow_nan=False)
+            partial.write_text(f'{text}\n', encoding='utf-8')
         print(f'Results: {args.output}')
     return 0
 

@@ -14,7 +14,6 @@ pretrained=True), once timm_gated is imported. `python tools/hub.py save --help`
 """
 import argparse
 import json
-import os
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -26,7 +25,8 @@ from huggingface_hub import ModelCard
 
 from timm_gated.analysis.sources import add_model_options, create_network
 from timm_gated.card import model_card, training_settings
-from timm_gated.hub import CARD, check_new, check_pretrained, pull_from_hub, push_to_hub, save_pretrained
+from timm_gated.files import check_new, new_file
+from timm_gated.hub import CARD, check_pretrained, pull_from_hub, push_to_hub, save_pretrained
 
 
 def read_figures(path: Optional[Path], result: str) -> Optional[Dict[str, Any]]:
@@ -84,12 +84,8 @@ def save(args: Namespace) -> str:
 
 def card(args: Namespace) -> str:
     text = str(make_card(check_pretrained(args.folder), args))
-    partial = args.folder / f'.{CARD}.partial'
-    try:
+    with new_file(args.folder / CARD) as partial:
         partial.write_text(text, encoding='utf-8')
-        os.replace(partial, args.folder / CARD)
-    finally:
-        partial.unlink(missing_ok=True)
     return f'Card: {args.folder / CARD}'
 
 

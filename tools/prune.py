@@ -23,7 +23,8 @@ from tqdm import tqdm
 
 import timm_gated  # noqa: F401  (registers the gated models)
 from timm_gated.analysis.sources import add_data_options, add_model_options, create_data, create_network
-from timm_gated.hub import check_new, save_pretrained
+from timm_gated.files import check_new
+from timm_gated.hub import save_pretrained
 from timm_gated.pruning import Pruned, prune_static, specialize
 from timm_gated.record import check_gated
 from timm_gated.statistics import GateCounts, check_threshold, gate_kinds
