@@ -26,8 +26,9 @@ from timm.models.resnet import BasicBlock
 
 from .blocks import GatedConvs, add_shortcut
 from .checks import check_number
-from .cifar_resnet import GatedCifarResNet, cifar_cfg, create_gated_cifar_resnet
+from .cifar_resnet import cifar_cfg
 from .gate import Gate, GatePool
+from .gated_cifar_resnet import GatedCifarResNet, create_gated_cifar_resnet
 from .gated_resnet import GatedResNet, create_gated_resnet, imagenet_cfg
 from .objective import Objective, Step, Term, gate_scores
 from .schedules import Epochs, check_epochs, linear_warmup
