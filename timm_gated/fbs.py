@@ -204,9 +204,7 @@ class Suppression(Objective):
             saliency_weight: float = 1e-8,
     ) -> None:
         super().__init__()
-        if check_number(density, 'density', above=0) > 1:
-            raise ValueError(f'density must be a share of the channels, at most 1, got {density}.')
-        self.density = density
+        self.density = check_number(density, 'density', above=0, maximum=1)
         self.density_epochs = check_epochs(density_epochs, 'density_epochs')
         self.saliency_weight = check_number(saliency_weight, 'saliency_weight', minimum=0)
 
