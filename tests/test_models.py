@@ -81,13 +81,13 @@ def test_list_models():
     assert 'resnet18' in timm.list_models('resnet*')  # timm's own module of that name is untouched
 
 
-TRAINED = {'gated_resnet20': 'bas_c10'}  # by the default tag, whose weights come with the package
+# by the default tag, whose weights come with the package
+TRAINED = {'gated_resnet20': 'bas_c10', 'convnet_aig_resnet20': 'aig_c10'}
 
 
 def test_list_pretrained():
     dense = [f'gated_resnet{depth}.dense_a1_in1k' for depth in IMAGENET_DEPTHS]
-    trained = [f'{name}.{tag}' for name, tag in TRAINED.items()]
-    assert sorted(timm.list_pretrained('gated_*')) == sorted(dense + trained)
+    assert sorted(timm.list_pretrained('gated_*')) == sorted([*dense, 'gated_resnet20.bas_c10', 'gated_resnet20.l0_c10'])
     assert {name for name in GATED if timm.is_model_pretrained(name)} == TRAINED.keys()
 
 

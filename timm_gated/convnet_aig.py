@@ -27,6 +27,7 @@ from .gate import ChannelGate, Gate, GatePool, apply_gate, gates
 from .gated_cifar_resnet import GatedCifarResNet, create_gated_cifar_resnet
 from .gated_resnet import GatedResNet, create_gated_resnet, imagenet_cfg
 from .objective import Objective, Step, Term, gate_masks
+from .zoo import weights_file
 
 __all__ = ['AigBasicBlock', 'AigBottleneck', 'AigGate', 'TargetRate', 'target_rate_loss']
 
@@ -186,6 +187,8 @@ class TargetRate(Objective):
 
 
 default_cfgs = generate_default_cfgs({
+    'convnet_aig_resnet20.aig_c10': cifar_cfg(
+        file=weights_file('convnet_aig_resnet20.aig_c10'), paper_ids='arXiv:1711.11503'),
     **{f'convnet_aig_resnet{depth}.untrained': imagenet_cfg(paper_ids='arXiv:1711.11503')
        for depth in (18, 34, 50, 101)},
     **{f'convnet_aig_resnet{depth}.untrained': cifar_cfg(paper_ids='arXiv:1711.11503') for depth in (20, 32, 38, 110)},

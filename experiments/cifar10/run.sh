@@ -18,6 +18,9 @@ train() {
         --checkpoint-hist 1 --log-interval 50 "$@"
 }
 
+gate() { train gated_resnet20_from_dense --initial-checkpoint $dense --model-kwargs from_dense=8 "$@"; }
+l0() { train gated_resnet20_l0_from_dense --initial-checkpoint $dense --model-kwargs from_dense=8 lam=0 "$@"; }
+
 name=${1:?the name of a run, see this file}
 case $name in
     # Track A: 20 epochs from scratch, the paper's schedules of 500 shortened in proportion.
@@ -25,15 +28,22 @@ case $name in
     a_bas)
         train gated_resnet20 --epochs 20 --decay-milestones 13 16 19 \
             --model-kwargs lam=0.75 "lam_epochs=(0,4)" gamma=1.25 "gamma_epochs=(4,12)" ;;
+    # Its first 4 epochs, with the mean over gates in place of the sum.
+    a_bas_mean)
+        train gated_resnet20 --epochs 4 --decay-milestones 13 16 19 \
+            --model-kwargs lam=0.75 "lam_epochs=(0,4)" lam_reduction=mean gamma=0 ;;
     # Track B: 8 epochs from the dense weights of track A, one learning rate for all.
     b_dense) train cifar_resnet20_from_dense --initial-checkpoint $dense ;;
-    b_bas_budget70) train gated_resnet20_from_dense --initial-checkpoint $dense \
-        --model-kwargs from_dense=8 budget=0.7 budget_weight=20.0 ;;
-    b_bas_budget70_strong) train gated_resnet20_from_dense --initial-checkpoint $dense \
-        --model-kwargs from_dense=8 lam=0.01 budget=0.7 budget_weight=20.0 ;;
-    b_bas_budget70_strong_noiseless) train gated_resnet20_from_dense --initial-checkpoint $dense \
-        --model-kwargs from_dense=8 lam=0.01 budget=0.7 budget_weight=20.0 "noise_epochs=(0,0)" ;;
-    b_bas_gamma1) train gated_resnet20_from_dense --initial-checkpoint $dense \
-        --model-kwargs from_dense=8 lam=0.01 gamma=1.0 ;;
+    b_bas_budget70) gate budget=0.7 budget_weight=20.0 ;;
+    b_bas_budget70_strong) gate lam=0.01 budget=0.7 budget_weight=20.0 ;;
+    b_bas_budget70_strong_noiseless) gate lam=0.01 budget=0.7 budget_weight=20.0 "noise_epochs=(0,0)" ;;
+    b_budget70) gate lam=0 budget=0.7 budget_weight=20.0 ;;
+    b_bas_gamma1) gate lam=0.01 gamma=1.0 ;;
+    b_bas_gamma12) gate lam=0.01 gamma=1.2 ;;
+    b_bas_gamma15) gate lam=0.01 gamma=1.5 ;;
+    b_l0_gamma1) l0 gamma=1.0 ;;
+    b_l0_gamma2) l0 gamma=2.0 ;;
+    b_l0_gamma25) l0 gamma=2.5 ;;
+    b_aig70) train convnet_aig_resnet20_from_dense --initial-checkpoint $dense ;;
     *) echo "error: there is no run '$name'; this file lists them." >&2 && exit 1 ;;
 esac
