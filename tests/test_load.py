@@ -38,8 +38,7 @@ def test_ten_thousand_inferences():
     assert '10000 inferences: 0 outputs changed' in done.stdout
 
 
-@pytest.mark.parametrize('backend', ['native', 'torch'])
-def test_large_image_through_the_backbone_of_pspnet(backend):
+def test_large_image_through_the_backbone_of_pspnet():
     config = Config.fromfile(BASE).model.backbone
     assert config.depth == 50 and config.dilations[-1] == 4
     torch.manual_seed(0)
@@ -47,8 +46,10 @@ def test_large_image_through_the_backbone_of_pspnet(backend):
         model = shuffle(MODELS.build(config))
     model.eval()
     Path('/proc/self/clear_refs').write_text('5')  # forget the peak so far
-    check(model, images(1, 1000, 2000), backend)
-    assert memory('VmHWM') < 4 * GIGABYTE
+    check(model, images(1, 1000, 2000), 'native')
+    peak = memory('VmHWM')
+    print(f'{peak / GIGABYTE:.2f} GB')
+    assert peak < 4 * GIGABYTE
     shares = [gate.decision.mean() for _, gate in gates(model)]
     assert 0.2 < sum(shares) / len(shares) < 0.8
 
