@@ -45,7 +45,7 @@ def priors(least: float = 0.1) -> st.SearchStrategy[Prior]:
 def quantiles(prior: Prior, p: torch.Tensor) -> torch.Tensor:
     """Where the CDF of a prior reaches p, to the last bit, by bisection."""
     low, high = torch.full_like(p, -100), torch.full_like(p, 100)
-    for _ in range(130):
+    for _ in range(180):
         middle = (low + high) / 2
         below = prior.cdf(middle) < p
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)

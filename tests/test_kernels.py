@@ -2,7 +2,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 from strategies import decisions, examples, seeds
 
@@ -179,3 +179,68 @@ def conv(source: int, target: int, **kwargs) -> Conv:
 def test_programs_that_make_no_sense_are_refused(ops, message):
     with pytest.raises(ValueError, match=message):
         NativeRunner(Program(3, ops, num_maps=3, num_gates=1))(torch.zeros(1, 3, 8, 8))
+
+
+@st.composite
+def programs(draw) -> Program:
+    """Mostly of operations that fit to each other, with here and there a number that does not."""
+    channels, gates = {0: draw(st.integers(1, 4))}, {}  # of the maps and the gates so far
+    odd = st.sampled_from([-7, -1, 0, 1, 2, 5, 65, 2**20 + 1])
+
+    def mostly(values: st.SearchStrategy) -> int:
+        return draw(values if draw(st.integers(0, 29)) else odd)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(draw(seeds)))
+
+    def gate_of(size: int) -> int | None:
+        fitting = [gate for gate, gate_size in gates.items() if gate_size == size]
+        return draw(st.sampled_from([None, None, *fitting, *gates]))
+
+    ops: list = []
+    in_channels = channels[0]
+    for _ in range(draw(st.integers(1, 6))):
+        kind = draw(st.sampled_from([Conv, Conv, Conv, Gate, Pool, Subsample, Skip]))
+        source, target = mostly(st.sampled_from(list(channels))), mostly(st.integers(1, 3))
+        c_in, c_out = channels.get(source, 3), draw(st.integers(1, 5))
+        if kind is Conv:
+            kernel = draw(st.sampled_from([1, 2, 3, 3]))
+            ops.append(Conv(
+                source, target, weight(c_out, c_in, kernel, kernel), weight(c_out), mostly(st.integers(1, 2)),
+                mostly(st.integers(1, 2)), mostly(st.integers(0, 2)), draw(st.booleans()),
+                draw(st.sampled_from([None, None, *channels])), gate_of(c_in), gate_of(c_out)))
+        elif kind is Gate:
+            gate, size = mostly(st.integers(0, 2)), draw(st.sampled_from([1, c_in, c_out]))
+            ops.append(Gate(source, gate, weight(3, c_in), weight(3), weight(size, 3), weight(size)))
+            gates.setdefault(gate, size)
+            continue
+        elif kind is Pool:
+            ops.append(Pool(
+                source, target, draw(st.booleans()), mostly(st.integers(1, 3)), mostly(st.integers(1, 2)),
+                mostly(st.integers(0, 1)), draw(st.booleans())))
+            c_out = c_in
+        elif kind is Subsample:
+            before, after = mostly(st.integers(0, 2)), mostly(st.integers(0, 2))
+            ops.append(Subsample(source, target, mostly(st.integers(1, 2)), before, after))
+            c_out = c_in + before + after
+        else:
+            ops.append(Skip(source, target, mostly(st.integers(0, 2)), mostly(st.just(1))))
+            ops.append(Conv(source, target, weight(c_in, c_in, 1, 1), weight(c_in), relu=True, residual=source))
+            c_out = c_in
+        channels[target] = min(max(c_out, 1), 99)
+    ops.append(Output(mostly(st.sampled_from(list(channels)))))
+    return Program(in_channels, ops, num_maps=4, num_gates=3)
+
+
+@examples(300)
+@given(program=programs(), height=st.integers(1, 9), width=st.integers(1, 9), threads=st.sampled_from([1, 1, 2]))
+def test_any_program_runs_or_is_refused(program, height, width, threads):
+    x = torch.randn(2, program.in_channels, height, width, generator=torch.Generator().manual_seed(0))
+    try:
+        NativeRunner(program)(x)
+    except ValueError as error:
+        event(f'refused: {" ".join(str(error).split()[2:5])}')
+    else:
+        event('runs')
+        expected, = SlicedRunner(program)(x)
+        run_everywhere(program, x, expected, threads)

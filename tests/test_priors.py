@@ -132,10 +132,12 @@ def test_cdfs_undo_scipys_quantiles(dtype, tolerance, prior, p):
 
 
 @examples(50)
-@given(prior=priors(), p=st.lists(st.floats(0.01, 0.99), min_size=1, max_size=10))
+@given(prior=priors(least=0.4), p=st.lists(st.floats(0.01, 0.99), min_size=1, max_size=10))
 def test_cdfs_undo_their_own_quantiles(prior, p):
     p = torch.tensor(p, dtype=torch.float64)
-    assert_inverse(prior, quantiles(prior, p), p, 1e-14)
+    x = quantiles(prior, p)
+    to_the_next = torch.nextafter(x, torch.full_like(x, 99)) - x
+    assert ((prior.cdf(x) - p).abs() <= 2 * prior.pdf(x) * to_the_next + 1e-14).all()
 
 
 @pytest.mark.parametrize('cls, names', [
