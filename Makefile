@@ -20,7 +20,7 @@ bench: .venv/.installed ## time gated networks against all dense runtimes, into 
 	.venv/bin/python tools/benchmark_inference.py --output output/bench
 
 sanitize: .venv/.installed ## run the tests of the kernels under AddressSanitizer and UBSan
-	.venv/bin/python tools/sanitize_kernels.py
+	.venv/bin/python tools/sanitize_kernels.py -n auto
 
 clean: ## remove the environment, caches and build products; output/ and data/ stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

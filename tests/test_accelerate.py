@@ -5,7 +5,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import mmseg_plugin  # noqa: F401  (before anything of mmseg)
@@ -15,6 +14,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
+from accelerated import backends, check, images
 from mmengine.config import Config
 from mmengine.registry import DefaultScope
 from mmseg.models.backbones import ResNet
@@ -28,31 +28,7 @@ from timm_gated import ChannelGate, accelerate, force_gates, gates, instruction_
 from timm_gated.inference import native
 
 ROOT = Path(__file__).parents[1]
-BACKENDS = [('native', isa) for isa in instruction_sets()] + [('torch', None)]
 D8 = dict(dilations=(1, 1, 2, 4), strides=(1, 2, 1, 1), contract_dilation=True)
-
-backends = pytest.mark.parametrize('backend, isa', BACKENDS, ids=lambda value: str(value))
-
-
-def images(count: int = 3, height: int = 64, width: int = 64, channels: int = 3) -> torch.Tensor:
-    return torch.randn(count, channels, height, width, generator=torch.Generator().manual_seed(1))
-
-
-@torch.no_grad()
-def check(model: nn.Module, x: torch.Tensor, backend: str, isa=None) -> None:
-    """Same outputs, image by image, and no gate so near to its threshold that rounding could decide."""
-    expected = model(x)
-    assert all(gate.forced is not None or gate.logits.abs().min() > 1e-5 for _, gate in gates(model))
-    fast = accelerate(model, backend, isa)
-    assert fast.backend == backend
-    actual = fast(x)
-    assert type(actual) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        actual, expected = [actual], [expected]
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
-        scale = theirs.abs().max().clamp(min=1)
-        torch.testing.assert_close(ours / scale, theirs / scale, atol=1e-4, rtol=0)
 
 
 def test_kernels_were_built():
@@ -138,30 +114,6 @@ def test_segmentor(tmp_path, backbone):
         torch.testing.assert_close(fast(images(), mode='tensor'), expected, atol=1e-4, rtol=1e-4)
 
 
-@backends
-def test_kinds_of_input(backend, isa):
-    torch.manual_seed(0)
-    model = shuffle(timm.create_model('gated_resnet20')).eval()
-    fast = accelerate(model, backend, isa)
-    x = images(4, 32, 32)
-    expected = fast(x)
-    assert not expected.requires_grad and not fast(x.clone().requires_grad_()).requires_grad
-    torch.testing.assert_close(fast(x.to(memory_format=torch.channels_last)), expected)
-    torch.testing.assert_close(fast(x.repeat(1, 1, 2, 1)[:, :, :32]), expected)  # not contiguous
-    torch.testing.assert_close(fast(x[2:3]), expected[2:3])
-    assert fast(x[:0]).shape == (0, 10)
-
-
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
-def test_native_computes_in_single_precision_whatever_the_input(dtype):
-    torch.manual_seed(0)
-    fast = accelerate(shuffle(timm.create_model('gated_resnet20', features_only=True)).eval(), 'native')
-    x = images(2, 32, 32).to(dtype)
-    for ours, single in zip(fast(x), fast(x.float()), strict=True):
-        assert ours.dtype == dtype
-        torch.testing.assert_close(ours, single.to(dtype))
-
-
 @pytest.mark.parametrize('isa', instruction_sets())
 @pytest.mark.parametrize('name, count, size', [
     ('gated_resnet50', 5, 64), ('gated_resnet34', 1, 224), ('gated_resnet50', 1, 224), ('convnet_aig_resnet34', 5, 64)])
@@ -177,19 +129,6 @@ def test_threads_give_the_same_result(name, count, size, isa):
                 assert torch.equal(fast.forward_features(x[:some]), alone[:some])
     finally:
         torch.set_num_threads(1)
-
-
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float64])
-def test_native_minds_no_default_dtype(dtype):
-    torch.manual_seed(0)
-    fast = accelerate(shuffle(timm.create_model('gated_resnet20')).eval(), 'native')
-    x = images(2, 32, 32)
-    expected = fast.forward_features(x)
-    torch.set_default_dtype(dtype)
-    try:
-        assert torch.equal(fast.forward_features(x), expected)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @backends
@@ -255,26 +194,6 @@ def test_garbage_collection_in_any_order():
     gc.collect()
 
 
-def test_calls_from_several_threads():
-    torch.manual_seed(0)
-    fast = accelerate(shuffle(timm.create_model('gated_resnet20')).eval(), 'native')
-    inputs = [images(1 + i % 3, 32, 24 + i % 2) for i in range(6)]  # of two sizes: some calls share a plan
-    expected = [fast(x) for x in inputs]
-    wrong = []
-
-    def run(index: int) -> None:
-        for _ in range(20):
-            if not torch.equal(fast(inputs[index]), expected[index]):
-                wrong.append(index)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 def test_memory_is_kept_for_the_last_sizes_only():
     torch.manual_seed(0)
     fast = accelerate(shuffle(timm.create_model('gated_resnet20')).eval(), 'native')
@@ -338,19 +257,6 @@ def test_bad_options(kwargs, message):
 def test_what_is_not_supported_is_named(name, kwargs, culprit):
     with pytest.raises(ValueError, match=culprit):
         accelerate(timm.create_model(name, **kwargs))
-
-
-@pytest.mark.parametrize('x, message', [
-    (torch.zeros(3, 32, 32), r'\[N, 3, H, W\], got \(3, 32, 32\)'),
-    (torch.zeros(1, 1, 32, 32), r'\[N, 3, H, W\], got \(1, 1, 32, 32\)'),
-    (torch.zeros(1, 3, 32, 32, dtype=torch.uint8), 'floating point, got torch.uint8'),
-    (torch.zeros(1, 3, 0, 32), 'images of 0 x 32'),
-    (torch.zeros(1, 3, 32, 32, device='meta'), "on 'meta'"),
-])
-def test_bad_images(x, message):
-    fast = accelerate(timm.create_model('gated_resnet20'), 'native')
-    with pytest.raises(ValueError, match=message):
-        fast(x)
 
 
 class Halved(ResNetOfTimm):

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import scipy.special
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from strategies import examples
 
 from timm_gated.beta import beta_cdf, beta_pdf
 
@@ -66,7 +67,7 @@ def test_cdf_of_extreme_parameters(a, b, dtype, atol, as_parameter):
     np.testing.assert_allclose(cdf.double().numpy(), scipy_cdf(x, a, b), rtol=0, atol=atol)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     a=st.floats(math.log(0.1), math.log(10)).map(math.exp),
     b=st.floats(math.log(0.1), math.log(10)).map(math.exp),

@@ -2,8 +2,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
+from strategies import decisions, examples, seeds
 
 from timm_gated import instruction_sets
 from timm_gated.inference.native import NativeRunner
@@ -18,34 +19,49 @@ def constant_gate(gate: int, channels: int, mask: torch.Tensor) -> Gate:
     return Gate(0, gate, torch.zeros(4, channels), torch.zeros(4), torch.zeros(len(mask), 4), mask.float() - 0.5)
 
 
-def run_everywhere(program: Program, x: torch.Tensor, expected: torch.Tensor) -> None:
+def deciding_gate(gate: int, channels: int, masks: torch.Tensor) -> Gate:
+    """A gate over map 0 that decides for each image by its row of masks. The mean of its first channel says which."""
+    number = torch.arange(len(masks), dtype=torch.float64)
+    weight1 = torch.zeros(len(masks), channels)
+    weight1[:, 0] = 1
+    hidden = (number[:, None] - number + 0.5).relu()  # of these, anything can be made for each number
+    weight2 = torch.linalg.solve(hidden, masks.double() - 0.5).T
+    return Gate(0, gate, weight1, 0.5 - number.float(), weight2.float(), torch.zeros(masks.shape[1]))
+
+
+def numbered_images(*shape: int) -> torch.Tensor:
+    x = torch.randn(*shape)
+    x[:, 0] += (torch.arange(len(x)) - x[:, 0].mean((1, 2)))[:, None, None]
+    return x
+
+
+def run_everywhere(program: Program, x: torch.Tensor, expected: torch.Tensor, threads: int = 1) -> None:
     runners = [NativeRunner(program, isa) for isa in instruction_sets()] + [SlicedRunner(program)]
     scale = expected.nan_to_num().abs().max().clamp(min=1)  # (what is added up on the way is about one)
     for runner in runners:
-        actual, = runner(x)
+        torch.set_num_threads(threads)
+        try:
+            actual, = runner(x)
+        finally:
+            torch.set_num_threads(1)
         torch.testing.assert_close(
             actual / scale, expected / scale, atol=2e-5, rtol=0, equal_nan=True,
             msg=lambda text, runner=runner: f'{getattr(runner, "isa", "torch")}: {text}')
 
 
-@st.composite
-def masks(draw, channels: int) -> torch.Tensor:
-    share = draw(st.sampled_from([0., 0.3, 0.6, 1.]))
-    return torch.rand(channels, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) < share
-
-
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(data=st.data(), height=sizes, width=sizes, kernel=st.sampled_from([1, 2, 3, 3, 3, 5, 7]),
-       stride=st.integers(1, 3), dilation=st.integers(1, 3), relu=st.booleans(), seed=st.integers(0, 10**6))
-def test_gated_convolutions(data, height, width, kernel, stride, dilation, relu, seed):
+       stride=st.integers(1, 3), dilation=st.integers(1, 3), relu=st.booleans(), seed=seeds,
+       count=st.integers(1, 3), threads=st.sampled_from([1, 1, 1, 2, 3]))
+def test_gated_convolutions(data, height, width, kernel, stride, dilation, relu, seed, count, threads):
     """A convolution under a gate over its outputs, one between two gates, and one with a shortcut."""
     torch.manual_seed(seed)
     padding = data.draw(st.integers(0, kernel))
     if min(height, width) + 2 * padding < dilation * (kernel - 1) + 1:
         padding = dilation * kernel
     channels, inner1, inner2 = (data.draw(st.integers(1, most)) for most in (40, 40, 24))
-    mask1, mask2 = data.draw(masks(inner1)), data.draw(masks(inner2))
-    x = torch.randn(2, channels, height, width)
+    mask1, mask2 = data.draw(decisions(count, inner1)), data.draw(decisions(count, inner2))
+    x = numbered_images(count, channels, height, width)
 
     def weights(out: int, into: int, side: int) -> tuple:
         return torch.randn(out, into, side, side) / (into * side * side) ** 0.5, torch.randn(out)
@@ -54,26 +70,26 @@ def test_gated_convolutions(data, height, width, kernel, stride, dilation, relu,
     shortcut = weights(channels, channels, kernel)
     window = dict(stride=stride, dilation=dilation, padding=padding)
     program = Program(channels, [
-        constant_gate(0, channels, mask1),
-        constant_gate(1, channels, mask2),
+        deciding_gate(0, channels, mask1),
+        deciding_gate(1, channels, mask2),
         Conv(0, 4, *shortcut, **window),
         Conv(0, 1, *first, **window, relu=relu, gate_out=0),
         Conv(1, 2, *second, padding=1, relu=True, gate_in=0, gate_out=1),
         Conv(2, 3, *third, padding=1, relu=relu, residual=4, gate_in=1),
         Output(3)], num_maps=5, num_gates=2)
     y = F.conv2d(x, *first, **window)
-    y = (y.relu() if relu else y) * mask1[:, None, None]
-    y = F.conv2d(y, *second, padding=1).relu() * mask2[:, None, None]
+    y = (y.relu() if relu else y) * mask1[..., None, None]
+    y = F.conv2d(y, *second, padding=1).relu() * mask2[..., None, None]
     y = F.conv2d(y, *third, padding=1) + F.conv2d(x, *shortcut, **window)
-    run_everywhere(program, x, y.relu() if relu else y)
+    run_everywhere(program, x, y.relu() if relu else y, threads)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(height=sizes, width=sizes, kernel=st.integers(1, 4), stride=st.integers(1, 3), average=st.booleans(),
        ceil_mode=st.booleans(), data=st.data())
 def test_pooling(height, width, kernel, stride, average, ceil_mode, data):
     padding = data.draw(st.integers(0, kernel // 2))
-    if min(height, width) + 2 * padding < kernel:
+    if min(height, width) + 2 * padding < kernel - (stride - 1 if ceil_mode else 0):
         height, width = height + kernel, width + kernel
     x = torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(0))
     if not average:
@@ -86,7 +102,7 @@ def test_pooling(height, width, kernel, stride, average, ceil_mode, data):
     run_everywhere(program, x, expected)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(height=sizes, width=sizes, stride=st.integers(1, 3), before=st.integers(0, 5), after=st.integers(0, 5))
 def test_subsampling(height, width, stride, before, after):
     x = torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(0))
@@ -94,8 +110,8 @@ def test_subsampling(height, width, stride, before, after):
     run_everywhere(program, x, F.pad(x[:, :, ::stride, ::stride], (0, 0, 0, 0, before, after)))
 
 
-@settings(max_examples=30, deadline=None)
-@given(channels=st.integers(1, 70), hidden=st.integers(1, 20), size=st.integers(1, 70), seed=st.integers(0, 10**6))
+@examples(30)
+@given(channels=st.integers(1, 70), hidden=st.integers(1, 20), size=st.integers(1, 70), seed=seeds)
 def test_gates_decide_from_the_pooled_map(channels, hidden, size, seed):
     generator = torch.Generator().manual_seed(seed)
     x, w1, b1, w2, b2, identity = (torch.randn(*shape, generator=generator) for shape in (
@@ -111,22 +127,22 @@ def test_gates_decide_from_the_pooled_map(channels, hidden, size, seed):
         torch.testing.assert_close(actual[~undecided], expected[~undecided], atol=1e-4, rtol=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
-@given(height=sizes, width=sizes, channels=st.integers(1, 40), opened=st.booleans(), seed=st.integers(0, 10**6))
+@examples(40)
+@given(height=sizes, width=sizes, channels=st.integers(1, 40), opened=decisions(3, 1), seed=seeds)
 def test_skips(height, width, channels, opened, seed):
     """Two convolutions that run or not, with their shortcut, and one after them."""
     torch.manual_seed(seed)
-    x = torch.randn(2, channels, height, width)
+    x = numbered_images(3, channels, height, width)
     first, second, third = ((torch.randn(channels, channels, 3, 3) / (9 * channels) ** 0.5, torch.randn(channels))
                             for _ in range(3))
     program = Program(channels, [
-        constant_gate(0, channels, torch.tensor([opened])),
+        deciding_gate(0, channels, opened),
         Skip(0, 2, 0, 2),
         Conv(0, 1, *first, padding=1, relu=True),
         Conv(1, 2, *second, padding=1, relu=True, residual=0),
         Conv(2, 3, *third, padding=1),
         Output(3)], num_maps=4, num_gates=1)
-    y = F.conv2d(F.conv2d(x, *first, padding=1).relu(), *second, padding=1) if opened else 0
+    y = F.conv2d(F.conv2d(x, *first, padding=1).relu(), *second, padding=1) * opened[..., None, None]
     run_everywhere(program, x, F.conv2d((y + x).relu(), *third, padding=1))
 
 
@@ -163,3 +179,68 @@ def conv(source: int, target: int, **kwargs) -> Conv:
 def test_programs_that_make_no_sense_are_refused(ops, message):
     with pytest.raises(ValueError, match=message):
         NativeRunner(Program(3, ops, num_maps=3, num_gates=1))(torch.zeros(1, 3, 8, 8))
+
+
+@st.composite
+def programs(draw) -> Program:
+    """Mostly of operations that fit to each other, with here and there a number that does not."""
+    channels, gates = {0: draw(st.integers(1, 4))}, {}  # of the maps and the gates so far
+    odd = st.sampled_from([-7, -1, 0, 1, 2, 5, 65, 2**20 + 1])
+
+    def mostly(values: st.SearchStrategy) -> int:
+        return draw(values if draw(st.integers(0, 29)) else odd)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(draw(seeds)))
+
+    def gate_of(size: int) -> int | None:
+        fitting = [gate for gate, gate_size in gates.items() if gate_size == size]
+        return draw(st.sampled_from([None, None, *fitting, *gates]))
+
+    ops: list = []
+    in_channels = channels[0]
+    for _ in range(draw(st.integers(1, 6))):
+        kind = draw(st.sampled_from([Conv, Conv, Conv, Gate, Pool, Subsample, Skip]))
+        source, target = mostly(st.sampled_from(list(channels))), mostly(st.integers(1, 3))
+        c_in, c_out = channels.get(source, 3), draw(st.integers(1, 5))
+        if kind is Conv:
+            kernel = draw(st.sampled_from([1, 2, 3, 3]))
+            ops.append(Conv(
+                source, target, weight(c_out, c_in, kernel, kernel), weight(c_out), mostly(st.integers(1, 2)),
+                mostly(st.integers(1, 2)), mostly(st.integers(0, 2)), draw(st.booleans()),
+                draw(st.sampled_from([None, None, *channels])), gate_of(c_in), gate_of(c_out)))
+        elif kind is Gate:
+            gate, size = mostly(st.integers(0, 2)), draw(st.sampled_from([1, c_in, c_out]))
+            ops.append(Gate(source, gate, weight(3, c_in), weight(3), weight(size, 3), weight(size)))
+            gates.setdefault(gate, size)
+            continue
+        elif kind is Pool:
+            ops.append(Pool(
+                source, target, draw(st.booleans()), mostly(st.integers(1, 3)), mostly(st.integers(1, 2)),
+                mostly(st.integers(0, 1)), draw(st.booleans())))
+            c_out = c_in
+        elif kind is Subsample:
+            before, after = mostly(st.integers(0, 2)), mostly(st.integers(0, 2))
+            ops.append(Subsample(source, target, mostly(st.integers(1, 2)), before, after))
+            c_out = c_in + before + after
+        else:
+            ops.append(Skip(source, target, mostly(st.integers(0, 2)), mostly(st.just(1))))
+            ops.append(Conv(source, target, weight(c_in, c_in, 1, 1), weight(c_in), relu=True, residual=source))
+            c_out = c_in
+        channels[target] = min(max(c_out, 1), 99)
+    ops.append(Output(mostly(st.sampled_from(list(channels)))))
+    return Program(in_channels, ops, num_maps=4, num_gates=3)
+
+
+@examples(300)
+@given(program=programs(), height=st.integers(1, 9), width=st.integers(1, 9), threads=st.sampled_from([1, 1, 2]))
+def test_any_program_runs_or_is_refused(program, height, width, threads):
+    x = torch.randn(2, program.in_channels, height, width, generator=torch.Generator().manual_seed(0))
+    try:
+        NativeRunner(program)(x)
+    except ValueError as error:
+        event(f'refused: {" ".join(str(error).split()[2:5])}')
+    else:
+        event('runs')
+        expected, = SlicedRunner(program)(x)
+        run_everywhere(program, x, expected, threads)

@@ -1,4 +1,5 @@
 """Tests of the MAC counts, against arithmetic by hand and against fvcore."""
+import itertools
 import logging
 from collections import Counter
 
@@ -7,7 +8,10 @@ import timm
 import torch
 import torch.nn as nn
 from fvcore.nn import FlopCountAnalysis
-from nets import NOT_BIG, shuffle
+from hypothesis import given
+from hypothesis import strategies as st
+from nets import NOT_BIG, SMALL, TINY, shuffle
+from strategies import decisions, examples, sizes
 
 from timm_gated import (
     ChannelGate,
@@ -233,6 +237,23 @@ def test_bounds_and_sums(name):
     for module_name, macs in free.by_module.items():
         within = [name for name, module in modules.items() if isinstance(module, Gating)]
         assert (macs.dense == 0) == any(f'{module_name}.'.startswith(f'{name}.') for name in within), module_name
+
+
+@examples(60)
+@given(data=st.data(), name=st.sampled_from(SMALL), count=st.integers(1, 3), size=sizes())
+def test_more_open_gates_never_cost_less(data, name, count, size):
+    """Image by image: from none over some and more of them to all."""
+    model = timm.create_model(name, **TINY[name])
+    x = images(count, 3, *size)
+    some = {gate_name: data.draw(decisions(count, gate.num_gates)) for gate_name, gate in gates(model)}
+    more = {gate_name: torch.maximum(mask, data.draw(decisions(*mask.shape))) for gate_name, mask in some.items()}
+    counts = []
+    for masks in ('closed', some, more, 'open'):
+        with force_gates(model, masks):
+            counts.append(count_macs(model, x).per_sample)
+    for fewer, most in itertools.pairwise(counts):
+        assert (fewer <= most).all()
+    assert (counts[0] < counts[-1]).all()
 
 
 @pytest.mark.parametrize('name', ['gated_resnet18', 'gated_resnet50', 'gated_resnet20'])

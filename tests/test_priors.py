@@ -8,8 +8,9 @@ import pytest
 import scipy.stats
 import torch
 import torch.nn as nn
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from strategies import examples, priors, quantiles, simple_priors
 
 from timm_gated.priors import Beta, Normal, Prior, RelaxedBernoulli, Uniform, create_prior
 
@@ -93,22 +94,50 @@ def test_half_precision(cls, dtype, learnable):
     assert prior.pdf(x).isfinite().all()
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    cls=st.sampled_from(ALL),
-    first=st.floats(0.1, 5),
-    second=st.floats(0.1, 5),
-    x=st.lists(st.just(1e-45) | st.floats(0, 1), min_size=2, max_size=20),
-)
-def test_cdfs_are_monotone_probabilities(cls, first, second, x):
-    args = {Beta: (first, second), Uniform: (0.5 - first, second + 0.5), Normal: (first, second)}
-    prior = cls(*args.get(cls, (first, second / (1 + second))))
-    cdf = prior.cdf(torch.tensor(x, dtype=torch.float64).sort().values)
-    assert ((cdf >= 0) & (cdf <= 1)).all()
-    assert (cdf.diff() >= -1e-14).all()
+@examples(100)
+@given(prior=priors(), x=st.lists(st.just(1e-45) | st.floats(0, 1) | st.floats(-10, 10), min_size=2, max_size=20))
+def test_cdfs_are_monotone_probabilities(prior, x):
+    for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
+        cdf = prior.cdf(torch.tensor(x, dtype=dtype).sort().values)
+        assert ((cdf >= 0) & (cdf <= 1)).all()
+        assert (cdf.diff() >= -tolerance).all()
     x = torch.tensor(x, requires_grad=True)
     for density in (prior.pdf(x), torch.autograd.grad(prior.cdf(x).sum(), x)[0]):
         assert (density >= 0).all() and density.isfinite().all()
+
+
+def scipy_quantiles(prior: Prior, p: np.ndarray) -> np.ndarray:
+    if isinstance(prior, Beta):
+        return scipy.special.betaincinv(prior.a, prior.b, p)
+    if isinstance(prior, Uniform):
+        return scipy.stats.uniform.ppf(p, prior.low, prior.high - prior.low)
+    if isinstance(prior, Normal):
+        return scipy.stats.norm.ppf(p, prior.loc, prior.scale)
+    return scipy.special.expit((scipy.special.logit(p) + prior.logits) / prior.temperature)
+
+
+def assert_inverse(prior: Prior, quantiles: torch.Tensor, p: torch.Tensor, tolerance: float) -> None:
+    """A quantile's neighbours among the numbers of its dtype lie to both sides of its probability."""
+    below, above = (prior.cdf(torch.nextafter(quantiles, torch.full_like(quantiles, end))) for end in (-99., 99.))
+    assert (below <= p + tolerance).all() and (above >= p - tolerance).all()
+
+
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-11), (torch.float32, 2e-6)])
+@examples(100)
+@given(prior=simple_priors(), p=st.lists(st.sampled_from([0., 1.]) | st.floats(1e-100, 1), min_size=1, max_size=10))
+def test_cdfs_undo_scipys_quantiles(dtype, tolerance, prior, p):
+    p = torch.tensor(p, dtype=torch.float64)
+    quantiles = torch.from_numpy(scipy_quantiles(prior, p.numpy())).to(dtype).clamp(-99, 99)
+    assert_inverse(prior, quantiles, p, tolerance)
+
+
+@examples(50)
+@given(prior=priors(least=0.4), p=st.lists(st.floats(0.01, 0.99), min_size=1, max_size=10))
+def test_cdfs_undo_their_own_quantiles(prior, p):
+    p = torch.tensor(p, dtype=torch.float64)
+    x = quantiles(prior, p)
+    to_the_next = torch.nextafter(x, torch.full_like(x, 99)) - x
+    assert ((prior.cdf(x) - p).abs() <= 2 * prior.pdf(x) * to_the_next + 1e-14).all()
 
 
 @pytest.mark.parametrize('cls, names', [

@@ -25,10 +25,10 @@ static ptrdiff_t plane_floats(ptrdiff_t pixels) {
 }
 
 static int out_size(int size, const op_t *op) {
-    int span = size + 2 * op->padding - op->dilation * (op->kernel - 1) - 1;
+    int span = size + 2 * op->padding - op->dilation * (op->kernel - 1) - 1 + (op->ceil_mode ? op->stride - 1 : 0);
     if (span < 0)
         return 0;
-    int out = (op->ceil_mode ? divide_up(span, op->stride) : span / op->stride) + 1;
+    int out = span / op->stride + 1;
     /* As in torch, the last window begins within the map or its left padding. */
     return op->ceil_mode && (out - 1) * op->stride >= size + op->padding ? out - 1 : out;
 }

@@ -38,7 +38,7 @@ class Accelerated(nn.Module):
             NativeRunner(program, isa) if backend == 'native' else SlicedRunner(program))
         self.head = copy.deepcopy(parts.head)
         if backend == 'native' and self.head is not None:
-            self.head.cpu()
+            self.head.to('cpu', torch.float32)
         super().train(False)
 
     def extra_repr(self) -> str:
@@ -57,7 +57,11 @@ class Accelerated(nn.Module):
     @torch.no_grad()
     def forward(self, x: torch.Tensor) -> Any:
         features = self.forward_features(x)
-        return features if self.head is None else self.head(features)
+        if self.head is None:
+            return features
+        if self.backend == 'torch' or x.dtype == torch.float32:
+            return self.head(features)
+        return self.head(features.float()).to(x.dtype)  # as the trunk: in float32, whatever the images are
 
 
 def accelerate(model: nn.Module, backend: str = 'auto', isa: Optional[str] = None) -> nn.Module:

@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
-from .program import Conv, Gate, Op, Output, Pool, Program, Skip, Subsample
+from .program import Conv, Gate, Op, Output, Pool, Program, Skip, Subsample, check_images
 
 __all__ = ['NativeRunner', 'instruction_sets', 'why_not']
 
@@ -200,14 +200,10 @@ class NativeRunner:
         """Run a batch; returns the maps that the program hands out."""
         if torch.jit.is_tracing():
             raise ValueError('an accelerated network cannot be traced; trace the network it was made from.')
+        check_images(images, self._in_channels)
         if images.device.type != 'cpu':
             raise ValueError(
                 f"the native backend runs on the CPU, but the images are on '{images.device}'; use backend='torch'.")
-        if not images.is_floating_point():
-            raise ValueError(f'images must be floating point, got {images.dtype}.')
-        if images.ndim != 4 or images.shape[1] != self._in_channels:
-            raise ValueError(
-                f'images must have the shape [N, {self._in_channels}, H, W], got {tuple(images.shape)}.')
         dtype = images.dtype
         images = _floats(images)
         results = self._plan(*images.shape[2:]).run(images, torch.get_num_threads())
@@ -226,4 +222,4 @@ def _floats(tensor: torch.Tensor, shape: Optional[Tuple[int, ...]] = None) -> to
     """What the library reads: a float32 tensor in plain order, of the shape that it expects."""
     if shape is not None and tensor.shape != shape:
         raise ValueError(f'a weight of shape {tuple(tensor.shape)} should have the shape {shape}.')
-    return tensor.detach().to('cpu', torch.float32).contiguous()
+    return tensor.detach().to('cpu', torch.float32).contiguous().resolve_neg()

@@ -19,8 +19,8 @@ from ..cifar_resnet import CifarResNet, PadShortcut
 from ..convnet_aig import AigBasicBlock, AigBottleneck, AigGate
 from ..gate import ChannelGate
 
-__all__ = ['Conv', 'Gate', 'Op', 'Output', 'Pool', 'Program', 'Skip', 'Subsample', 'Trunk', 'compile_trunk',
-           'find_trunk', 'register_forward', 'trunk']
+__all__ = ['Conv', 'Gate', 'Op', 'Output', 'Pool', 'Program', 'Skip', 'Subsample', 'Trunk', 'check_images',
+           'compile_trunk', 'find_trunk', 'register_forward', 'trunk']
 
 
 @dataclass
@@ -104,6 +104,17 @@ class Program:
     ops: List[Op] = field(default_factory=list)
     num_maps: int = 1
     num_gates: int = 0
+
+
+def check_images(images: Any, channels: int) -> None:
+    """Refuse what a network does not take, in words that do not depend on the backend."""
+    if not isinstance(images, torch.Tensor) or images.layout != torch.strided:
+        raise ValueError(f'images must be a dense tensor, got {getattr(images, "layout", type(images).__name__)}.')
+    if not images.is_floating_point():
+        raise ValueError(f'images must be floating point, got {images.dtype}.')
+    if images.ndim != 4 or images.shape[1] != channels or 0 in images.shape[2:]:
+        raise ValueError(
+            f'images must have the shape [N, {channels}, H, W] with pixels in them, got {tuple(images.shape)}.')
 
 
 # The forward methods that this module knows: a class that overrides them computes something else.

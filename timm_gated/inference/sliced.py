@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .program import Conv, Gate, Op, Output, Pool, Program, Skip, Subsample
+from .program import Conv, Gate, Op, Output, Pool, Program, Skip, Subsample, check_images
 
 __all__ = ['SlicedRunner']
 
@@ -24,10 +24,12 @@ class SlicedRunner(nn.Module):
 
     def __init__(self, program: Program) -> None:
         super().__init__()
+        self._in_channels = program.in_channels
         self.steps = nn.ModuleList(_STEPS[type(op)](op) for op in program.ops)
 
     def forward(self, images: torch.Tensor) -> List[torch.Tensor]:
         """Run a batch; returns the maps that the program hands out."""
+        check_images(images, self._in_channels)
         if len(images) == 0:
             return [maps[:0] for maps in self.run_together(images.new_zeros(1, *images.shape[1:])).outputs]
         samples = [self.run_together(image[None]).outputs for image in images]

@@ -1,0 +1,89 @@
+"""Accelerated networks under load: many inferences, a large image, too little memory"""
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+
+# isort: split
+import pytest
+import timm
+import torch
+from accelerated import check, images, is_decided
+from mmengine.config import Config
+from mmengine.registry import DefaultScope
+from mmseg.registry import MODELS
+from mmseg_small import BASE
+from nets import shuffle
+
+from timm_gated import accelerate, gates
+
+GIGABYTE = 2 ** 30
+
+
+def memory(key: str) -> int:
+    """Of this process, from Linux's account of it: VmSize, all that it may use, or VmHWM, the most that it did use."""
+    lines = Path('/proc/self/status').read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f'{key}:'))
+
+
+def test_ten_thousand_inferences():
+    """In a process of their own: there, nothing was freed before that could hide what they take."""
+    tool = Path(__file__).parents[1] / 'tools' / 'soak_inference.py'
+    done = subprocess.run(
+        [sys.executable, str(tool), '--backend', 'native', '--count', '10000'], capture_output=True, text=True,
+        timeout=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '10000 inferences: 0 outputs changed' in done.stdout
+
+
+def forget_peak() -> None:
+    Path('/proc/self/clear_refs').write_text('5')
+
+
+def test_large_image_through_the_backbone_of_pspnet():
+    """2,000 x 1,000 pixels, masked and accelerated. (Only the last map is kept, which depends on all others.)"""
+    config = Config.fromfile(BASE).model.backbone
+    assert config.depth == 50 and config.dilations[-1] == 4
+    torch.manual_seed(0)
+    with DefaultScope.overwrite_default_scope('mmseg'):
+        model = shuffle(MODELS.build(config))
+    model.eval()
+    x = images(1, 1000, 2000)
+    peaks = {}
+    forget_peak()
+    with torch.no_grad():
+        expected = model(x)[-1]
+    peaks['masked'] = memory('VmHWM')
+    assert is_decided(model)
+    shares = [gate.decision.mean() for _, gate in gates(model)]
+    assert 0.2 < sum(shares) / len(shares) < 0.8
+
+    fast = accelerate(model, 'native')
+    forget_peak()
+    actual = fast(x)[-1]
+    peaks['accelerated'] = memory('VmHWM')
+    del fast
+    scale = max(map(abs, expected.aminmax()))
+    assert actual.shape == (1, 2048, 125, 250)
+    assert actual.sub_(expected).abs_().max() <= 1e-4 * scale
+    print({name: f'{peak / GIGABYTE:.2f} GB' for name, peak in peaks.items()})
+    assert max(peaks.values()) < 4 * GIGABYTE
+
+
+def test_too_little_memory_is_an_error_after_which_all_goes_on():
+    torch.manual_seed(0)
+    model = shuffle(timm.create_model('gated_resnet18')).eval()
+    large, small = images(1, 1024, 1024), images(1, 64, 64)
+    expected = accelerate(model, 'native')(small)
+    fast = accelerate(model, 'native')
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (memory('VmSize') + GIGABYTE // 16, limits[1]))
+    try:
+        with pytest.raises(MemoryError, match='out of memory'):
+            fast(large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert torch.equal(fast(small), expected)
+    check(model, large, 'native')

@@ -1,0 +1,78 @@
+"""Many inferences of an accelerated network in one process: does memory grow, does an output change?
+
+    python tools/soak_inference.py                                              # 10,000 of a small network
+    python tools/soak_inference.py --model gated_resnet34 --no-pretrained --img-size 224
+
+Most images are of one size. Every tenth inference is a batch of another size, of more sizes than memory is kept for,
+and every hundredth begins with a network made anew. Each output is compared, bit for bit, with the first one for its
+images. Resident memory, read ten times on the way, must not grow after the first tenth. Reads Linux's /proc.
+"""
+import argparse
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Dict, List, Optional
+
+import timm
+import torch
+
+import timm_gated
+
+MEGABYTE = 2 ** 20
+
+
+def resident_bytes() -> int:
+    """What this process has in memory now, garbage collected first."""
+    gc.collect()
+    return int(Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+
+
+def make_batches(channels: int, size: int) -> List[torch.Tensor]:
+    """One image of the size, then batches of others."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, size, size)] + [(1 + i % 3, size + i, size - i // 2) for i in range(1, 8)]
+    return [torch.randn(count, channels, *shape, generator=generator) for count, *shape in shapes]
+
+
+def soak(model: torch.nn.Module, batches: List[torch.Tensor], count: int, backend: str) -> Dict[str, List[int]]:
+    """Run it; returns which inferences gave another output, and the memory after each tenth."""
+    expected: Dict[int, torch.Tensor] = {}
+    changed, memory = [], []
+    fast = timm_gated.accelerate(model, backend)
+    for i in range(count):
+        if i % 100 == 99:
+            fast = timm_gated.accelerate(model, backend)
+        which = 1 + i // 10 % (len(batches) - 1) if i % 10 == 9 else 0
+        output = fast(batches[which])
+        if not torch.equal(output, expected.setdefault(which, output)):
+            changed.append(i)
+        if (i + 1) % (count // 10) == 0:
+            memory.append(resident_bytes())
+    return dict(changed=changed, memory=memory)
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--model', default='gated_resnet20', help='a classifier (default: %(default)s)')
+    parser.add_argument('--pretrained', action=argparse.BooleanOptionalAction, default=True, help='its trained weights')
+    parser.add_argument('--img-size', type=int, default=32, help='of most images (default: %(default)s)')
+    parser.add_argument('--count', type=int, default=10000, help='inferences (default: %(default)s)')
+    parser.add_argument('--backend', default='auto', choices=['auto', 'native', 'torch'], help='default: %(default)s')
+    parser.add_argument('--growth', type=float, default=4, help='allowed, in megabytes (default: %(default)s)')
+    args = parser.parse_args(argv)
+    if args.count < 10 or args.img_size < 8:
+        parser.error('--count must be at least 10 and --img-size at least 8.')
+    torch.manual_seed(0)
+    model = timm.create_model(args.model, pretrained=args.pretrained).eval()
+    batches = make_batches(model.pretrained_cfg['input_size'][0], args.img_size)
+    result = soak(model, batches, args.count, args.backend)
+    megabytes = [memory / MEGABYTE for memory in result['memory']]
+    growth = max(megabytes[1:]) - megabytes[0]
+    print(f'{args.model}, {args.count} inferences: {len(result["changed"])} outputs changed; resident memory '
+          f'{megabytes[0]:.1f} MB after a tenth, at most {growth:+.1f} MB later, {megabytes[-1]:.1f} MB at the end')
+    return 1 if result['changed'] or growth > args.growth else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
