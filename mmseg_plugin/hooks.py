@@ -6,7 +6,7 @@ import re
 from typing import Any, Dict
 
 import torch.nn as nn
-from mmengine.dist import all_reduce
+from mmengine.dist import all_reduce, get_dist_info
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from mmengine.runner import Runner
@@ -84,7 +84,17 @@ class GateStatisticsHook(Hook):
 
     def after_val_iter(
             self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        self._statistics.update(_unwrap(runner.model))
+        self._update(runner.model, runner.val_loop)
+
+    def after_test_iter(
+            self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        self._update(runner.model, runner.test_loop)
+
+    def _update(self, model: nn.Module, loop: Any) -> None:
+        """Count the last batch, without the images that samplers repeat to give all processes the same number."""
+        rank, num_processes = get_dist_info()
+        own = len(range(rank, len(loop.dataloader.dataset), num_processes))
+        self._statistics.update(_unwrap(model), num_samples=own - self._statistics.num_samples)
 
     def after_val_epoch(self, runner: Runner, metrics: Any = None) -> None:
         self._statistics.reduce(all_reduce)
@@ -93,7 +103,6 @@ class GateStatisticsHook(Hook):
         runner.logger.info('Gates: ' + '  '.join(f'{name}: {value:.4f}' for name, value in scalars.items()))
 
     before_test_epoch = before_val_epoch
-    after_test_iter = after_val_iter
     after_test_epoch = after_val_epoch
 
     def scalars(self) -> Dict[str, float]:

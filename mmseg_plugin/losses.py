@@ -12,6 +12,7 @@ import torch.nn as nn
 from mmseg.registry import MODELS
 
 from timm_gated.checks import check_number
+from timm_gated.distributed import gather_batch
 from timm_gated.losses import batch_shaping_loss, check_reduction, l0_loss
 from timm_gated.objective import FeatureShaping, gate_logits
 from timm_gated.priors import create_prior
@@ -48,8 +49,27 @@ class _GateLoss(nn.Module):
         return self.loss_weight * self.value(model)
 
 
+class _LogitLoss(_GateLoss):
+    """Base of the losses on the log-odds of all gates.
+
+    Args:
+        loss_weight: Weight of the loss.
+        gather_gates: In a training on several processes, compute the loss over the gates of all of them.
+        loss_name: Key in the log.
+    """
+
+    def __init__(self, loss_weight: float, gather_gates: bool, loss_name: str) -> None:
+        super().__init__(loss_weight, loss_name)
+        self.gather_gates = gather_gates
+
+    def logits(self, model: nn.Module) -> torch.Tensor:
+        """Log-odds of all gates, [N, gates]."""
+        logits = gate_logits(model)
+        return gather_batch(logits) if self.gather_gates and self.training else logits
+
+
 @MODELS.register_module()
-class BatchShapingLoss(_GateLoss):
+class BatchShapingLoss(_LogitLoss):
     """Batch shaping over all gates of a segmentor.
 
     Args:
@@ -57,6 +77,8 @@ class BatchShapingLoss(_GateLoss):
         prior: Prior of each gate: a name, or a dict with its `type`.
         reduction: 'sum' (the paper's text) or 'mean' over the gates.
         loss_name: Key in the log.
+        gather_gates: In a training on several processes, compute the loss over the batch of all of them, as one
+            process with the whole batch would. By default it is each process's own, as in the paper.
     """
 
     def __init__(
@@ -65,31 +87,40 @@ class BatchShapingLoss(_GateLoss):
             prior: Any = 'beta',
             reduction: str = 'sum',
             loss_name: str = 'loss_batch_shaping',
+            gather_gates: bool = False,
     ) -> None:
-        super().__init__(loss_weight, loss_name)
+        super().__init__(loss_weight, gather_gates, loss_name)
         self.prior = create_prior(prior)
         self.reduction = check_reduction(reduction, ('sum', 'mean'))
 
     def value(self, model: nn.Module) -> torch.Tensor:
-        return batch_shaping_loss(torch.sigmoid(gate_logits(model)), self.prior, self.reduction)
+        return batch_shaping_loss(torch.sigmoid(self.logits(model)), self.prior, self.reduction)
 
 
 @MODELS.register_module()
-class L0Loss(_GateLoss):
+class L0Loss(_LogitLoss):
     """L0 over all gates of a segmentor.
 
     Args:
         loss_weight: Weight of the loss, the paper's gamma.
         reduction: 'mean' or 'sum' (the paper's formula) over the gates.
         loss_name: Key in the log.
+        gather_gates: As for batch shaping. L0 is a mean: it makes a difference only where processes have batches of
+            different sizes.
     """
 
-    def __init__(self, loss_weight: float = 1., reduction: str = 'mean', loss_name: str = 'loss_l0') -> None:
-        super().__init__(loss_weight, loss_name)
+    def __init__(
+            self,
+            loss_weight: float = 1.,
+            reduction: str = 'mean',
+            loss_name: str = 'loss_l0',
+            gather_gates: bool = False,
+    ) -> None:
+        super().__init__(loss_weight, gather_gates, loss_name)
         self.reduction = check_reduction(reduction, ('sum', 'mean'))
 
     def value(self, model: nn.Module) -> torch.Tensor:
-        return l0_loss(gate_logits(model), self.reduction)
+        return l0_loss(self.logits(model), self.reduction)
 
 
 @MODELS.register_module()

@@ -1,14 +1,19 @@
 """One of the processes of test_distributed.py, started by torchrun"""
+import copy
 import sys
 from pathlib import Path
+from typing import Any, Dict, Tuple
 
 import timm
 import torch
 import torch.distributed as dist
+from nets import shuffle
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
+from torch.nn.modules.batchnorm import _BatchNorm
 
-import timm_gated  # noqa: F401
+from timm_gated import GateStatistics, count_macs, objectives
+from timm_gated.gate import set_gate_noise
 
 MODELS = {
     'gated_resnet20': dict(
@@ -58,10 +63,103 @@ def train(name: str, rank: int) -> bool:
     return torch.equal(*both)
 
 
+GATHERING = {
+    'gated_resnet20': dict(prior={'type': 'beta', 'learnable': True}, gamma_epochs='fixed', budget=0.3),
+    'convnet_aig_resnet20': dict(),
+}
+TERMS = {
+    'gated_resnet20': ['batch_shaping_loss', 'l0_loss', 'budget_loss'],
+    'convnet_aig_resnet20': ['target_rate_loss'],
+}
+SMALL = dict(layers=(2, 2, 2), channels=(4, 4, 4), num_classes=4)
+
+
+def images(size: int) -> torch.Tensor:
+    """Of colours so different that gates decide differently."""
+    return torch.randn(size, 3, 16, 16) + 3 * torch.randn(size, 3, 1, 1)
+
+
+def step(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, with_task: bool) -> Dict[str, Any]:
+    """Forward and backward, through DDP if that is what there is; each parameter is part of the graph in any case."""
+    task = ClassificationTask(model, torch.nn.CrossEntropyLoss(), verbose=False)
+    if objectives(model)[0].gather_gates:
+        task.prepare_distributed(device_ids=None)
+    torch.manual_seed(0)
+    result = task(x, y)
+    (result['loss'] - (0 if with_task else 1) * result['task_loss']).backward()
+    return result
+
+
+def check_gathering(name: str, sizes: Tuple[int, int], rank: int) -> None:
+    """Values and gradients of two processes are those of one process with the batches of both.
+
+    Nothing may depend on the batch but the losses: norms use their running statistics, and gates decide without noise.
+    The mean of two task losses is that of both batches only if these are of the same size.
+    """
+    torch.manual_seed(3)
+    one = shuffle(timm.create_model(name, **SMALL, **GATHERING[name]).double(), seed=3).train()
+    for module in one.modules():
+        if isinstance(module, _BatchNorm):
+            module.eval()
+    set_gate_noise(one, 0.)
+    own, both = copy.deepcopy(one), timm.create_model(name, gather_gates=True, **SMALL, **GATHERING[name])
+    two = copy.deepcopy(one)
+    for objective, option in zip(objectives(two), objectives(both), strict=True):
+        objective.gather_gates = option.gather_gates  # as the option of the model sets it
+
+    x, y = images(sum(sizes)).double(), torch.arange(sum(sizes)) % 4
+    mine, labels = x.split(sizes)[rank], y.split(sizes)[rank]
+    with_task = sizes[0] == sizes[1]
+    expected, result = step(one, x, y, with_task), step(two, mine, labels, with_task)
+    by_itself = step(own, mine, labels, with_task)
+    for term in TERMS[name]:
+        torch.testing.assert_close(result[term], expected[term])
+        assert not torch.allclose(by_itself[term], expected[term], rtol=1e-3), term  # what there is to gather
+    for (parameter, p), q in zip(one.named_parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-7, atol=1e-10, msg=lambda m, n=parameter: f'{n}: {m}')
+    assert all(p.grad.any() for n, p in two.named_parameters() if 'gate' in n)
+
+    # Where one process evaluates alone, nothing waits for the others.
+    if rank == 0:
+        two.eval()
+        step_in_evaluation = ClassificationTask(two, torch.nn.CrossEntropyLoss(), verbose=False)(mine, labels)
+        assert all(term in step_in_evaluation for term in TERMS[name])
+
+
+def check_statistics(rank: int) -> None:
+    """Seven images on two processes in batches of three: last batches are uneven, and one image is there twice."""
+    torch.manual_seed(0)
+    model = shuffle(timm.create_model('gated_resnet20', **SMALL)).eval()
+    x, members = images(7), torch.eye(4).bool()[torch.arange(7) % 3]
+    whole, parts = GateStatistics(num_classes=4), GateStatistics(num_classes=4)
+    macs = count_macs(model, x)
+    whole.update(model, members)
+
+    mine = [*range(7), 0][rank::2]  # as timm's and mmengine's samplers do
+    own, used = len(range(rank, 7, 2)), 0
+    for batch in torch.tensor(mine).split(3):
+        counted = own - parts.num_samples
+        used += count_macs(model, x[batch]).per_sample[:counted].sum()
+        parts.update(model, members[batch], num_samples=counted)
+    parts.reduce(dist.all_reduce)
+    dist.all_reduce(used)
+
+    assert parts.num_samples == whole.num_samples == 7 and 0 < whole.density() < 1
+    assert torch.equal(parts.samples_by_class, whole.samples_by_class)
+    for shares, expected in (
+            (parts.open_share(), whole.open_share()), (parts.open_share_by_class(), whole.open_share_by_class())):
+        assert all(torch.equal(shares[name].nan_to_num(2), share.nan_to_num(2)) for name, share in expected.items())
+    assert parts.counts() == whole.counts() and used == macs.per_sample.sum()
+
+
 def main(output: Path) -> None:
     dist.init_process_group('gloo')
     rank = dist.get_rank()
     torch.set_num_threads(1)
+    for name in GATHERING:
+        for sizes in ((3, 3), (4, 1), (2, 3)):
+            check_gathering(name, sizes, rank)
+    check_statistics(rank)
     different = [name for name in MODELS if not train(name, rank)]
     (output / f'rank{rank}').write_text(f'different: {different}' if different else 'equal')
     dist.destroy_process_group()

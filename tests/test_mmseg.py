@@ -282,6 +282,7 @@ def test_statistics_hook():
     logged, shown = [], {}
     runner = SimpleNamespace(
         model=model, iter=7, logger=SimpleNamespace(info=logged.append),
+        val_loop=SimpleNamespace(dataloader=SimpleNamespace(dataset=range(2))),
         visualizer=SimpleNamespace(add_scalars=lambda scalars, step: shown.update(scalars, step=step)))
     model.eval()
     hook.before_val_epoch(runner)

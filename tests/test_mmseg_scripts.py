@@ -60,5 +60,5 @@ def test_two_processes(tmp_path):
     log = run(str(TOOLS / 'test.py'), config, checkpoint, '--work-dir', str(tmp_path / 'one'))
     for name in ('mIoU', 'aAcc', 'GMACs', 'MACs_share'):
         assert float(re.search(rf' {name}: ([\d.]+)', log).group(1)) == pytest.approx(first['metrics'][name], abs=1e-2)
-    density = float(re.search(r'gates/density: ([\d.]+)', log).group(1))
-    assert 0 < density <= 1
+    assert 0 < first['gates']['gates/density'] < 1
+    assert dict(re.findall(r'(gates/\S+): ([\d.]+)', log)) == {k: f'{v:.4f}' for k, v in first['gates'].items()}

@@ -75,7 +75,7 @@ class MacBudget(Objective):
         network = next(module for module in model.modules() if any(child is self for child in module.children()))
         masks = gate_masks(network)
         formula = self._formula(network, tuple(step.input.shape[1:]), masks)
-        used = formula.used(masks)
+        used = self.gathered(formula.used(masks))
         self._share = {'macs_share': used.detach().mean() / formula.dense}
         return {'budget_loss': Term(budget_loss(used, formula.dense, self.budget), self.budget_weight, 'budget_weight')}
 

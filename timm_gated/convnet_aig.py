@@ -181,7 +181,7 @@ class TargetRate(Objective):
                 f'{len(self.block_rates)}.')
 
     def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
-        rates = torch.cat([mask.mean(0) for mask in gate_masks(model).values()])
+        rates = self.gathered(torch.cat(list(gate_masks(model).values()), dim=1)).mean(0)
         targets = rates.new_tensor(self.block_rates or [self.target_rate] * len(rates))
         return {'target_rate_loss': Term(target_rate_loss(rates, targets), self.target_weight, 'target_weight')}
 

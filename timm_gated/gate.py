@@ -65,9 +65,12 @@ def two_layers(x: torch.Tensor, fc1: nn.Module, bn: nn.Module, fc2: nn.Module) -
 
 def full_precision(x: torch.Tensor) -> AbstractContextManager:
     """Context without autocast where `x` is: gates are too small to gain from it, and their decisions would suffer."""
+    return torch.autocast(x.device.type, enabled=False) if _autocasts(x) else nullcontext()
+
+
+def _autocasts(x: torch.Tensor) -> bool:
     device_type = x.device.type
-    autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-    return torch.autocast(device_type, enabled=False) if autocast else nullcontext()
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 class Gating(nn.Module):
@@ -99,6 +102,10 @@ class GatePool(Gating, nn.AdaptiveAvgPool2d):
         super().__init__(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if _autocasts(x):
+            # To float32, as a gate casts it anyway: its gradient, that of all positions together, is the largest of the
+            # network. In float16, times the scale of a GradScaler, it would overflow and have the step skipped.
+            return x.mean((2, 3), dtype=torch.promote_types(x.dtype, torch.float32))
         return super().forward(x).flatten(1)
 
 

@@ -20,7 +20,7 @@ from .checks import check_number
 from .gate import ChannelGate, Gate, Gating
 from .hub_config import MAKING, check_origin, options_of_class
 from .narrow import Channels, narrow_maps
-from .objective import GateLosses, Objective
+from .objective import GateLosses, Objective, objectives
 
 __all__ = [
     'GatedNet', 'build_model', 'check_incoming', 'checkpoint_filter_fn', 'create_gated_net', 'from_dense_options',
@@ -40,6 +40,8 @@ class GatedNet(nn.Module):
         objective: Makes what the network is trained with beside its task loss, which the stock training tasks add.
         budget: Share of the plain network's MACs to aim at as well, see `MacBudget`; none by default.
         budget_weight: Weight of that loss.
+        gather_gates: In a training on several processes, compute the losses on gates over the batch of all of them, as
+            one process with the whole batch would. By default each has its own batch shaping, as in the paper.
         inner_channels: Widths of the blocks' inner maps (see `timm_gated.narrow`), after pruning.
         gated_channels: How many of their channels have gates.
         **kwargs: Of the ResNet.
@@ -51,7 +53,7 @@ class GatedNet(nn.Module):
         dense_args: Its options.
     """
 
-    gating_options: Tuple[str, ...] = ('gated_channels', 'budget', 'budget_weight')
+    gating_options: Tuple[str, ...] = ('gated_channels', 'budget', 'budget_weight', 'gather_gates')
     model_args: Dict[str, Any]
     dense_variant: str
     dense_args: Dict[str, Any]
@@ -64,6 +66,7 @@ class GatedNet(nn.Module):
             objective: Optional[Callable[[], Objective]] = GateLosses,
             budget: Optional[float] = None,
             budget_weight: Optional[float] = None,
+            gather_gates: bool = False,
             inner_channels: Optional[Channels] = None,
             gated_channels: Optional[Channels] = None,
             **kwargs,
@@ -79,6 +82,10 @@ class GatedNet(nn.Module):
             self.mac_budget = MacBudget(budget, **({} if budget_weight is None else dict(budget_weight=budget_weight)))
         elif budget_weight is not None:
             raise ValueError(f'budget_weight needs a budget, got {budget_weight} and none.')
+        if not isinstance(gather_gates, bool):
+            raise ValueError(f'gather_gates must be True or False, got {gather_gates!r}.')
+        for module in objectives(self):
+            module.gather_gates = gather_gates
 
     def link_gates(self) -> None:
         """Make gates known to one another, where a method has them share something. Called once all are there."""

@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 
 from .checks import check_number
+from .distributed import gather_batch
 from .gate import Gate, gates, set_gate_noise
 from .losses import batch_shaping_loss, check_reduction, l0_loss
 from .priors import Mixture, Prior, create_prior
@@ -42,11 +43,21 @@ class Step(NamedTuple):
 
 
 class Objective(nn.Module):
-    """Base of the objectives: loss terms as a function of a model's last forward pass and the epoch."""
+    """Base of the objectives: loss terms as a function of a model's last forward pass and the epoch.
+
+    Attributes:
+        gather_gates: Losses that are no means over samples (batch shaping, target rates, budgets) are in training those
+            of the batch of all processes, instead of each process's own. The model option of that name sets it.
+    """
 
     # Set by every call of train(), as training loops make one at the start of an epoch; cleared by the task.
     epoch_begins: bool = True
     log_interval: int = 50  # training steps between two lines of the log
+    gather_gates: bool = False
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """What the samples of a batch have, [N, …], as `gather_gates` says."""
+        return gather_batch(x) if self.gather_gates and self.training else x
 
     def train(self, mode: bool = True) -> 'Objective':
         self.epoch_begins = self.epoch_begins or mode
@@ -171,7 +182,7 @@ class GateLosses(Objective):
 
     def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
         lam, gamma = self.weights(epoch)
-        logits = gate_logits(model)
+        logits = self.gathered(gate_logits(model))
         if isinstance(self.prior, Mixture) and self.prior_epochs is not None:
             self.prior.share = linear_warmup(epoch, 1., *self.prior_epochs)
         if lam or any(p.requires_grad for p in self.prior.parameters()):

@@ -65,13 +65,16 @@ class GateStatistics:
         self._open: Dict[str, torch.Tensor] = {}
         self._open_by_class: Dict[str, torch.Tensor] = {}
 
-    def update(self, model: nn.Module, members: Optional[torch.Tensor] = None) -> None:
+    def update(
+            self, model: nn.Module, members: Optional[torch.Tensor] = None, num_samples: Optional[int] = None) -> None:
         """Take in the decisions of the model's last forward pass.
 
         Args:
             model: A model with gates.
             members: Which classes each input belongs to, [N, num_classes] of booleans: one for a labelled image,
                 any number for an image with a label map. Needed if there are classes.
+            num_samples: Count only so many inputs, the first ones. Samplers of several processes repeat images, at the
+                end, so that all processes have the same number: those must not count twice.
         """
         num_classes = self.samples_by_class.numel()
         if members is None and num_classes:
@@ -79,29 +82,35 @@ class GateStatistics:
         if members is not None and members.shape[1:] != (num_classes,):
             raise ValueError(
                 f'the classes of inputs must be [N, {num_classes}], one column a class, got {list(members.shape)}.')
-        num_samples = 0
+        members = None if members is None else members[:num_samples]
+        counted = 0
         for name, gate in gates(model):
             decision = gate.decision
             if decision is None:
                 raise RuntimeError(f"gate '{name}' has seen no input: run the model before its statistics.")
-            num_samples = decision.shape[0]
+            decision = decision[:num_samples]
+            counted = decision.shape[0]
             self._open[name] = self._open.get(name, 0) + decision.long().sum(0)
             if members is not None:  # whole numbers, exact in float32 for any batch of less than 2 ** 24 inputs
                 by_class = (members.T.to(decision) @ decision).long()
                 self._open_by_class[name] = self._open_by_class.get(name, 0) + by_class
-        self.num_samples += num_samples
+        self.num_samples += counted
         if members is not None:
             self.samples_by_class += members.sum(0).cpu()
 
     def reduce(self, all_reduce: Callable[[torch.Tensor], Any]) -> None:
-        """Add up the counts of all processes.
+        """Add up the counts of all processes, each of which must have updated its own at least once.
 
         Args:
-            all_reduce: Sums a tensor over the processes, in place.
+            all_reduce: Sums a tensor over the processes, in place: `torch.distributed.all_reduce`, for one.
         """
         num_samples = torch.tensor(self.num_samples)
-        for count in (num_samples, self.samples_by_class, *self._open.values(), *self._open_by_class.values()):
-            all_reduce(count)
+        counts = (num_samples, self.samples_by_class, *self._open.values(), *self._open_by_class.values())
+        # One tensor, where the gates are: a backend may want all tensors on its device.
+        total = torch.cat([count.flatten().to(counts[-1].device) for count in counts])
+        all_reduce(total)
+        for count, summed in zip(counts, total.split([count.numel() for count in counts]), strict=True):
+            count.copy_(summed.view_as(count))
         self.num_samples = int(num_samples)
 
     def open_share(self) -> Dict[str, torch.Tensor]:

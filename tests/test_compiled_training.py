@@ -1,0 +1,69 @@
+"""Compiled training: the numbers of an eager one, one graph a mode, and no other graph as schedules move"""
+import copy
+from typing import Any, Dict, List, Sequence
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+from timm.task import ClassificationTask
+
+import timm_gated  # noqa: F401
+
+# All that moves in a training of gated ResNets.
+SCHEDULE = dict(
+    lam_epochs=(0, 3), gamma=0.5, gamma_epochs=(1, 3), noise_epochs=(0, 3), budget=0.4,
+    prior_end={'type': 'beta', 'a': 0.2, 'b': 0.8}, prior_epochs=(0, 3))
+OPTIONS: Dict[str, Dict[str, Any]] = {
+    'gated_resnet20': SCHEDULE,
+    'convnet_aig_resnet20': dict(),
+    'fbs_resnet20': dict(density=0.5, density_epochs=(0, 3)),
+    'gaternet_resnet20': dict(),
+    'skipnet_resnet38': dict(stage='hybrid'),
+}
+SHAPE: Dict[str, Any] = dict(layers=(1, 1, 1), channels=(8, 8, 8), num_classes=4)
+
+
+def train(task: ClassificationTask, model: nn.Module) -> List[torch.Tensor]:
+    """Four epochs; the loss of each step and the outputs of each evaluation. What is to be compiled is in the first."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(0)
+    batches = torch.randn(12, 4, 3, 16, 16, generator=generator, dtype=torch.float64).unbind()
+    numbers = []
+    for epoch in range(4):
+        with torch._dynamo.config.patch(error_on_recompile=epoch > 0):
+            numbers += train_epoch(task, optimizer, batches[3 * epoch:3 * epoch + 3])
+    return numbers
+
+
+def train_epoch(task: ClassificationTask, optimizer: torch.optim.Optimizer, batches: Sequence) -> List[torch.Tensor]:
+    """All batches but the last, on which it is evaluated."""
+    torch.manual_seed(0)
+    *training, evaluation = batches
+    numbers = []
+    task.get_trainable_module().train()
+    for batch in training:
+        result = task(batch, torch.arange(4))
+        optimizer.zero_grad()
+        result['loss'].backward()
+        optimizer.step()
+        numbers.append(result['loss'].detach())
+    task.get_trainable_module().eval()
+    with torch.no_grad():
+        numbers.append(task.get_trainable_module()(evaluation))
+    return numbers
+
+
+@pytest.mark.parametrize('name', OPTIONS)
+def test_compiled_training_is_the_eager_one(name):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = timm.create_model(name, **SHAPE, **OPTIONS[name]).double()
+    twin = copy.deepcopy(model)
+    eager, compiled = (ClassificationTask(m, nn.CrossEntropyLoss(), verbose=False) for m in (model, twin))
+    compiled.trainable_module = torch.compile(twin, backend='aot_eager', fullgraph=True)
+    expected, found = train(eager, model), train(compiled, twin)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    for (key, a), b in zip(twin.state_dict().items(), model.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, msg=lambda message, key=key: f'{key}: {message}')
