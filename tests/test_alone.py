@@ -1,0 +1,49 @@
+"""timm_gated without mmsegmentation: it is imported and works where mmseg, mmengine and mmcv are not"""
+import subprocess
+import sys
+
+SCRIPT = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('mmseg', 'mmengine', 'mmcv'):
+            raise ModuleNotFoundError(f'No module named {name!r}', name=name)
+
+sys.meta_path.insert(0, Refuse())
+import timm
+import torch
+from timm.task import ClassificationTask
+import timm_gated
+import timm_gated.analysis
+
+torch.manual_seed(0)
+model = timm.create_model('gated_resnet20', layers=(1, 1, 1), lam=0.1, gamma=0.1, gamma_epochs='fixed')
+optimizer = timm.optim.create_optimizer_v2(model, 'sgd', lr=0.1)
+before = [parameter.clone() for parameter in model.parameters()]
+images, labels = torch.randn(4, 3, 32, 32), torch.arange(4)
+result = ClassificationTask(model, torch.nn.CrossEntropyLoss())(images, labels)
+result['loss'].backward()
+optimizer.step()
+assert {'batch_shaping_loss', 'l0_loss'} <= set(result)
+assert all(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+model.eval()
+expected = model(images)
+torch.testing.assert_close(timm_gated.accelerate(model)(images), expected, atol=1e-4, rtol=1e-4)
+assert 0 < timm_gated.count_macs(model, images).share < 1.1
+timm_gated.save_pretrained(model, 'saved')
+torch.testing.assert_close(timm.create_model('local-dir:saved', pretrained=True).eval()(images), expected)
+
+try:
+    import mmseg_plugin
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def test_without_mmseg(tmp_path):
+    done = subprocess.run(
+        [sys.executable, '-c', SCRIPT], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert 'No module named' in done.stdout  # which the script saw to: nothing above had need of it
