@@ -62,8 +62,7 @@ def load_from_safetensors(filename: str, map_location: Any = None) -> Dict[str, 
     path = os.path.expanduser(filename)
     if not os.path.isfile(path):
         raise FileNotFoundError(f'{path} can not be found.')
-    with explained(f'{path} is not whole, or not of safetensors'):
-        return _moved(safetensors.torch.load_file(path), map_location)
+    return _moved(safetensors.torch.load_file(path), map_location)
 
 
 def _read(name: str) -> Dict[str, torch.Tensor]:

@@ -81,6 +81,16 @@ WAYS: Dict[str, List[Callable[[], nn.Module]]] = {
     'config': [by_check, by_timm], 'safetensors': [by_check, by_timm], 'pickle': [by_timm, by_tools]}
 
 
+def judge(model: nn.Module, shapes: Dict[str, torch.Size]) -> str:
+    """A model is well-formed if its shapes are those of the whole one, and it runs."""
+    found = {key: value.shape for key, value in model.state_dict().items()}
+    channels = found['conv1.weight'][1]  # timm fits a stem to any number of them
+    if found != {**shapes, 'conv1.weight': torch.Size([4, channels, 3, 3])}:
+        return f'of other shapes: {found}'
+    logits = model.eval()(torch.zeros(1, channels, 32, 32))
+    return 'well-formed' if logits.shape == (1, 10) else f'logits of shape {logits.shape}'
+
+
 def main(kind: str, count: int, report: Path) -> None:
     """Write two lines for each: what is about to be loaded, and what came of it."""
     global watching
@@ -106,8 +116,7 @@ def main(kind: str, count: int, report: Path) -> None:
                 watching = False
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 if model is not None:
-                    found = {key: value.shape for key, value in model.state_dict().items()}
-                    outcome = 'well-formed' if found == shapes else f'of other shapes: {found}'
+                    outcome = judge(model, shapes)
                 if forbidden or Path(MARKER).exists():
                     outcome = f'FORBIDDEN {forbidden}'
                     forbidden.clear()

@@ -165,7 +165,8 @@ def _make(directory: Path, where: str, **kwargs: Any) -> nn.Module:
     try:
         return timm.create_model(f'local-dir:{directory}', **kwargs)
     except Exception as error:  # what a config may ask for, and how it then fails, has no end
-        raise ValueError(f'{where} does not make a model: {error} ({type(error).__name__})') from error
+        kind = '' if isinstance(error, ValueError) else f' ({type(error).__name__})'
+        raise ValueError(f'{where} does not make a model: {error}{kind}') from error
 
 
 def _listed(names: Sequence[str]) -> str:
