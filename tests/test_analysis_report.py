@@ -1,6 +1,7 @@
 """Every figure from a tiny model, and the report: whole or not at all, and readable without a network"""
 import base64
 import io
+import itertools
 import json
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -27,6 +28,7 @@ from timm_gated.analysis import (
     firing_figure,
     gate_distribution_figure,
     gates_over_training_figure,
+    group_points,
     load_distribution,
     macs_figure,
     prior_figure,
@@ -171,6 +173,30 @@ def test_trade_off_says_what_is_measured_and_what_published():
         trade_off_figure(PUBLISHED['cityscapes'])
     with pytest.raises(ValueError, match="'macs' or 'share', got 'flops'"):
         trade_off_figure([measured], x='flops')
+
+
+def test_names_in_a_trade_off_do_not_hide_one_another():
+    points = [Point(f'a_run_with_a_name_{i}', 'runs', 87 + i / 10, 28e6 + i, 0.69, 'measured') for i in range(6)]
+    figure = trade_off_figure([*points, Point('dense', 'dense', 89., 40e6, 1., 'measured')])
+    figure.canvas.draw()
+    axis, renderer = figure.axes[0], figure.canvas.get_renderer()
+    boxes = [text.get_window_extent(renderer) for text in axis.texts]
+    assert [text.get_text() for text in axis.texts] == [point.name for point in points]  # (the legend has the other)
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    assert all(axis.bbox.contains(*corner) for box in boxes for corner in box.corners())
+    centres = axis.transData.transform([xy for line in axis.lines for xy in line.get_xydata()])
+    assert not any(box.contains(*centre) for box in boxes for centre in centres)
+
+
+def test_series_of_ones_own():
+    points = [Point(name, 'gated_resnet20', 80., 1e6, 0.5, 'measured') for name in ('l0_1', 'bas_1', 'bas_2', 'x')]
+    grouped = group_points(points, {'L0': 'l0_*', 'shaping': 'bas*'}, only=['*_*'])
+    assert [(point.name, point.series) for point in grouped] == [
+        ('l0_1', 'L0'), ('bas_1', 'shaping'), ('bas_2', 'shaping')]
+    assert group_points(points, {}) == points
+    for bad in (dict(series={'L0': 'L0*'}), dict(series={}, only=['L0*'])):
+        with pytest.raises(ValueError, match=r"no result has a name like 'L0\*'; there are l0_1, bas_1"):
+            group_points(points, **bad)
 
 
 def test_no_figure_leaks_into_pyplot(record):

@@ -70,7 +70,8 @@ def test_evaluate_and_tradeoff(data, checkpoints, tmp_path):
     assert dense['model'] == 'cifar_resnet20' and dense['macs_share'] == 1 and dense['num_gates'] == 0
     assert f'{gated["top1"]:.2f}' in done.stdout and 'no gates' in done.stdout
 
-    done = run('tradeoff', target.parent, '--published', 'imagenet', '--output', tmp_path / 'tradeoff')
+    done = run(
+        'tradeoff', target.parent, '--published', 'imagenet', '--output', tmp_path / 'tradeoff', '--series', 'both=*')
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count('measured') == 2 and done.stdout.count('published') == 9
     assert {path.name for path in tmp_path.iterdir()} == {'results', 'tradeoff.png', 'tradeoff.svg'}
@@ -146,6 +147,9 @@ def test_mistakes_in_results(tmp_path, capsys):
     (tmp_path / 'x.json').write_text('[]')
     assert run_tool('tradeoff', tmp_path / 'x.json') == 1
     assert 'x.json is no result of tools/evaluate.py' in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_tool('tradeoff', tmp_path, '--series', 'l0')
+    assert "must be NAME=PATTERN, as in 'L0 alone=l0_*', got 'l0'" in capsys.readouterr().err
     assert run_tool('evaluate', '--checkpoint', 'a.pth') == 1
     assert "of which model is 'a.pth'" in capsys.readouterr().err
 

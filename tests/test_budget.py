@@ -87,9 +87,9 @@ def test_loss_by_hand():
 
 
 @pytest.mark.parametrize('kwargs, message', [
-    (dict(budget=0.), 'budget must be a number > 0, got 0.0'),
-    (dict(budget=1.5), 'at most 1, got 1.5'),
-    (dict(budget='half'), "budget must be a number > 0, got 'half'"),
+    (dict(budget=0.), 'budget must be a number > 0 and <= 1, got 0.0'),
+    (dict(budget=1.5), 'budget must be a number > 0 and <= 1, got 1.5'),
+    (dict(budget='half'), "budget must be a number > 0 and <= 1, got 'half'"),
     (dict(budget=0.5, budget_weight=-1), 'budget_weight must be a number >= 0, got -1'),
     (dict(budget_weight=3.), 'budget_weight needs a budget'),
 ])

@@ -49,6 +49,12 @@ def test_what_was_measured(model, figures):
     assert str(again.data) == str(card.data)
 
 
+def test_weights_that_come_with_the_package_are_loaded_by_their_tag(model, figures):
+    card = model_card(model, figures, 'uoft-cs/cifar10', tag='mine')
+    assert "timm.create_model('gated_resnet20.mine', pretrained=True)" in str(card) and 'hf-hub' not in str(card)
+    assert '\n# gated_resnet20.mine\n' in str(card) and card.data.model_name == 'gated_resnet20.mine'
+
+
 def test_what_was_not_measured_is_not_there(model, figures):
     text = str(model_card(model))
     assert 'Nothing else was measured' in text and '| parameters | ' in text and '## Training' not in text

@@ -172,8 +172,8 @@ def test_recipes():
 
 
 @pytest.mark.parametrize('kwargs, message', [
-    (dict(target_rate=1.1), 'target_rate must be a share of the images, at most 1, got 1.1'),
-    (dict(target_rate=-0.1), 'target_rate must be a number >= 0, got -0.1'),
+    (dict(target_rate=1.1), 'target_rate must be a number >= 0 and <= 1, got 1.1'),
+    (dict(target_rate=-0.1), 'target_rate must be a number >= 0 and <= 1, got -0.1'),
     (dict(target_weight=-1), 'target_weight must be a number >= 0, got -1'),
     (dict(block_rates=[0.5] * 8), 'each of the 9 gated blocks, got 8'),
     (dict(block_rates=[0.5] * 8 + [2]), 'each of block_rates must be .* got 2'),

@@ -178,8 +178,8 @@ def test_schedule(epochs, expected):
 
 
 @pytest.mark.parametrize('kwargs, message', [
-    (dict(density=0.), 'density must be a number > 0, got 0.0'),
-    (dict(density=1.5), 'density must be a share of the channels, at most 1, got 1.5'),
+    (dict(density=0.), 'density must be a number > 0 and <= 1, got 0.0'),
+    (dict(density=1.5), 'density must be a number > 0 and <= 1, got 1.5'),
     (dict(density_epochs=(3, 1)), 'density_epochs must satisfy'),
     (dict(saliency_weight=-1), 'saliency_weight must be a number >= 0, got -1'),
     (dict(inner_channels={'layer1.0': [9]}), 'only maps under a ChannelGate .* SaliencyGate'),

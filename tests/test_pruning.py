@@ -25,7 +25,8 @@ NETWORKS = [
     ('gated_resnet20_w10', dict(layers=(1, 1, 1)), 16),
     ('gated_resnet18', dict(num_classes=7), 33),
     ('gated_resnet50', dict(num_classes=7, in_chans=1), 64),
-    ('gated_resnet50', dict(num_classes=7, gated_maps=(2,), stem_type='deep', stem_width=32, avg_down=True), 64),
+    ('gated_resnet50', dict(
+        num_classes=7, block_args=dict(gated_maps=(2,)), stem_type='deep', stem_width=32, avg_down=True), 64),
 ]
 networks = pytest.mark.parametrize('name, kwargs, size', NETWORKS)
 

@@ -11,11 +11,12 @@ from .beta import beta_cdf
 from .blocks import GatedBasicBlock, GatedBottleneck
 from .budget import MacBudget, budget_loss, mac_formula
 from .card import model_card
-from .cifar_resnet import CifarResNet, GatedCifarResNet
+from .cifar_resnet import CifarResNet
 from .convnet_aig import TargetRate, target_rate_loss
 from .export import export_onnx, export_program
 from .fbs import Suppression
 from .gate import ChannelGate, Gate, GatePool, Gating, force_gates, gates
+from .gated_cifar_resnet import GatedCifarResNet
 from .gated_net import GatedNet, checkpoint_filter_fn, list_gated_models
 from .gated_resnet import GatedResNet
 from .gaternet import GateSparsity

@@ -61,9 +61,7 @@ class MacBudget(Objective):
 
     def __init__(self, budget: float = 0.5, budget_weight: float = 10.) -> None:
         super().__init__()
-        self.budget = check_number(budget, 'budget', above=0)
-        if budget > 1:
-            raise ValueError(f'budget must be a share of the MACs of the plain network, at most 1, got {budget}.')
+        self.budget = check_number(budget, 'budget', above=0, maximum=1)
         self.budget_weight = check_number(budget_weight, 'budget_weight', minimum=0)
         self._formulas: Dict[Any, MacFormula] = {}
         self._share: Dict[str, torch.Tensor] = {}

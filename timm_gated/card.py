@@ -42,7 +42,7 @@ def model_card(
         split: str = '',
         training: Union[str, Mapping[str, Any]] = '',
         license: str = '',
-        repo_id: str = SOMEWHERE,
+        tag: str = '',
 ) -> ModelCard:
     """The card of a model.
 
@@ -54,14 +54,14 @@ def model_card(
         split: Its split.
         training: The command of the training, or its settings (see `training_settings`).
         license: Of the weights; by default that of the model's config.
-        repo_id: Where the model will be on the hub, OWNER/NAME.
+        tag: Of weights that come with this package, see `timm_gated.zoo`; other models are loaded from the hub.
 
     Example:
         >>> card = model_card(model, summary(record), 'uoft-cs/cifar10', 'test', 'python train.py …')
         >>> save_pretrained(model, 'folder', card=card)
     """
     cfg: Dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
-    name = cfg['architecture']
+    name = f'{cfg["architecture"]}.{tag}' if tag else cfg['architecture']
     license = license or cfg.get('license') or ''
     figures = _checked(model, figures or {})
     task = 'image-classification' if model.num_classes else 'image-feature-extraction'
@@ -79,10 +79,10 @@ def model_card(
     kind = 'whose gates decide, for each image, what of it is computed' if gates(model) else 'without gates'
     sections = [
         f'# {name}',
-        f'`{name}` of timm-gated: a residual network {kind}. It is a timm model, and takes images of '
+        f'`{cfg["architecture"]}` of timm-gated: a residual network {kind}. It is a timm model, and takes images of '
         f'{" × ".join(map(str, cfg["input_size"]))}.',
         '## Figures', _figures(model, figures, f' of {dataset}{f", {split}" if split else ""}' if dataset else ''),
-        '## Use', _block('python', _usage(repo_id)),
+        '## Use', _block('python', _usage(name if tag else f'hf-hub:{SOMEWHERE}')),
     ]
     if training:
         sections += ['## Training', *_training(training)]
@@ -178,12 +178,12 @@ def _figures(model: nn.Module, figures: Mapping[str, Any], data: str) -> str:
     return f'{table}\n\n{" ".join(notes)}'
 
 
-def _usage(repo_id: str) -> str:
+def _usage(name: str) -> str:
     return f"""\
 import timm
 import timm_gated  # registers the model
 
-model = timm.create_model('hf-hub:{repo_id}', pretrained=True).eval()"""
+model = timm.create_model('{name}', pretrained=True).eval()"""
 
 
 def _training(training: Union[str, Mapping[str, Any]]) -> List[str]:

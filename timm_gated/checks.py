@@ -10,6 +10,7 @@ def check_number(
         name: str,
         minimum: float = -math.inf,
         above: float = -math.inf,
+        maximum: float = math.inf,
         integer: bool = False,
 ) -> Any:
     """Return a number that is finite and in range; otherwise raise a ValueError with the value and what is allowed.
@@ -19,16 +20,15 @@ def check_number(
         name: Of the option.
         minimum: The number must be at least this.
         above: The number must be greater than this.
+        maximum: The number must be at most this.
         integer: It must be a whole number.
     """
     kinds = (int,) if integer else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value) \
-            or not (value >= minimum and value > above):
-        allowed = f'{"a whole number" if integer else "a number"}'
-        if minimum > -math.inf:
-            allowed += f' >= {minimum}'
-        if above > -math.inf:
-            allowed += f' > {above}'
+            or not (minimum <= value <= maximum and value > above):
+        limits = [f'{sign} {limit}' for sign, limit in (('>=', minimum), ('>', above), ('<=', maximum))
+                  if math.isfinite(limit)]
+        allowed = f'{"a whole number" if integer else "a number"} {" and ".join(limits)}'.rstrip()
         # PyYAML reads 5e-2 as text
         hint = ' (in YAML, write 0.05 or 5.0e-2, not 5e-2)' if isinstance(value, str) else ''
         raise ValueError(f'{name} must be {allowed}, got {value!r}{hint}.')

@@ -1,14 +1,11 @@
-"""ResNets for CIFAR, dense and gated
+"""ResNets for CIFAR, without gates
 
-The 6n + 2 layer ResNets of the ResNet paper for 32 x 32 images, which timm does not have (`cifar_resnet20` …), and the
-same with the paper's channel gates (`gated_resnet20` …). Built of timm's blocks, with timm's interface.
+The 6n + 2 layer ResNets of the ResNet paper for 32 x 32 images, which timm does not have: `cifar_resnet20` …, built of
+timm's blocks, with timm's interface.
 
-Papers:
-    Deep Residual Learning for Image Recognition (https://arxiv.org/abs/1512.03385)
-    Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
+Paper: Deep Residual Learning for Image Recognition (https://arxiv.org/abs/1512.03385)
 
-Shortcuts are the ResNet paper's option A, without parameters. `gated_resnet20_w10` and `_w20` widen the inner, gated
-map of every block by 10 and 20; the gating paper says "per-block width" and does not define it.
+Shortcuts are the paper's option A, without parameters.
 """
 from fractions import Fraction
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Type, Union
@@ -22,24 +19,12 @@ from timm.models import checkpoint_seq, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.resnet import BasicBlock
 
-from .blocks import GatedBasicBlock
 from .checks import check_number
-from .gated_net import (
-    GatedNet,
-    build_model,
-    checkpoint_filter_fn,
-    create_gated_net,
-    from_dense_options,
-    rename_linear_head,
-)
+from .gated_net import build_model, checkpoint_filter_fn, rename_linear_head
 from .narrow import Channels, narrow_maps
 from .zoo import weights_file
 
-__all__ = ['CIFAR10_RECIPE', 'CifarResNet', 'GatedCifarResNet', 'cifar_cfg', 'create_gated_cifar_resnet']
-
-# The paper's schedule: lambda = 0.75 falls to 0 over epochs 0-100, gamma ramps up over epochs 100-300 (of 500).
-# Its trade-off points are gamma = 0, 0.01, 0.02, 0.05, 0.1, 0.15 and 0.2.
-CIFAR10_RECIPE: Dict[str, Any] = dict(lam=0.75, lam_epochs=(0, 100), gamma=0.05, gamma_epochs=(100, 300))
+__all__ = ['CIFAR_DEPTHS', 'CifarResNet', 'cifar_cfg', 'cifar_layers']
 
 
 class PadShortcut(nn.Module):
@@ -247,10 +232,6 @@ class CifarResNet(nn.Module):
         return self.forward_head(self.forward_features(x))
 
 
-class GatedCifarResNet(GatedNet, CifarResNet):
-    """CifarResNet of gated blocks, with the gate losses it is trained with."""
-
-
 def cifar_cfg(**kwargs) -> Dict[str, Any]:
     """Pretrained config of a ResNet for CIFAR-10."""
     return {
@@ -262,21 +243,17 @@ def cifar_cfg(**kwargs) -> Dict[str, Any]:
     }
 
 
-_DEPTHS = (20, 32, 38, 44, 56, 74, 110)
+CIFAR_DEPTHS = (20, 32, 38, 44, 56, 74, 110)
 
 default_cfgs = generate_default_cfgs({
     # (of 28 epochs and of 20)
     'cifar_resnet20.e28_c10': cifar_cfg(file=weights_file('cifar_resnet20.e28_c10'), paper_ids='arXiv:1512.03385'),
     'cifar_resnet20.e20_c10': cifar_cfg(file=weights_file('cifar_resnet20.e20_c10'), paper_ids='arXiv:1512.03385'),
-    'gated_resnet20.bas_c10': cifar_cfg(file=weights_file('gated_resnet20.bas_c10'), paper_ids='arXiv:1907.06627'),
-    **{f'cifar_resnet{depth}.untrained': cifar_cfg(paper_ids='arXiv:1512.03385') for depth in _DEPTHS},
-    **{f'gated_resnet{depth}.untrained': cifar_cfg(paper_ids='arXiv:1907.06627') for depth in _DEPTHS},
-    'gated_resnet20_w10.untrained': cifar_cfg(paper_ids='arXiv:1907.06627'),
-    'gated_resnet20_w20.untrained': cifar_cfg(paper_ids='arXiv:1907.06627'),
+    **{f'cifar_resnet{depth}.untrained': cifar_cfg(paper_ids='arXiv:1512.03385') for depth in CIFAR_DEPTHS},
 })
 
 
-def _layers(depth: int) -> Tuple[int, int, int]:
+def cifar_layers(depth: int) -> Tuple[int, int, int]:
     """Blocks in each stage of a CIFAR ResNet of 6n + 2 layers."""
     assert depth % 6 == 2
     return ((depth - 2) // 6,) * 3
@@ -289,38 +266,8 @@ def _create_cifar_resnet(depth: int, pretrained: bool = False, **kwargs) -> Cifa
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg=dict(out_indices=(0, 1, 2, 3)),
-        **dict(dict(layers=_layers(depth)), **kwargs),
+        **dict(dict(layers=cifar_layers(depth)), **kwargs),
     )
-
-
-def create_gated_cifar_resnet(
-        variant: str,
-        depth: int,
-        pretrained: bool = False,
-        model_cls: Type[GatedCifarResNet] = GatedCifarResNet,
-        **kwargs,
-) -> Any:
-    """Build a gated CIFAR ResNet of any method: `create_gated_net` with what depends on the depth."""
-    return create_gated_net(
-        model_cls,
-        variant,
-        pretrained,
-        dense_variant=f'cifar_resnet{depth}',
-        feature_cfg=dict(out_indices=(0, 1, 2, 3)),
-        **dict(dict(layers=_layers(depth)), **kwargs),
-    )
-
-
-def _create_gated_resnet(
-        depth: int,
-        pretrained: bool = False,
-        variant: Optional[str] = None,
-        from_dense: Optional[float] = None,
-        **kwargs,
-) -> GatedCifarResNet:
-    model_args = dict(block=GatedBasicBlock, recipe=CIFAR10_RECIPE, **from_dense_options(from_dense))
-    return create_gated_cifar_resnet(
-        variant or f'gated_resnet{depth}', depth, pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
@@ -363,59 +310,3 @@ def cifar_resnet74(pretrained: bool = False, **kwargs) -> CifarResNet:
 def cifar_resnet110(pretrained: bool = False, **kwargs) -> CifarResNet:
     """Constructs a dense CIFAR ResNet-110."""
     return _create_cifar_resnet(110, pretrained, **kwargs)
-
-
-@register_model
-def gated_resnet20(pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    """Constructs a CIFAR ResNet-20 with channel gates."""
-    return _create_gated_resnet(20, pretrained, **kwargs)
-
-
-@register_model
-def gated_resnet32(pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    """Constructs a CIFAR ResNet-32 with channel gates."""
-    return _create_gated_resnet(32, pretrained, **kwargs)
-
-
-@register_model
-def gated_resnet38(pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    """Constructs a CIFAR ResNet-38 with channel gates."""
-    return _create_gated_resnet(38, pretrained, **kwargs)
-
-
-@register_model
-def gated_resnet44(pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    """Constructs a CIFAR ResNet-44 with channel gates."""
-    return _create_gated_resnet(44, pretrained, **kwargs)
-
-
-@register_model
-def gated_resnet56(pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    """Constructs a CIFAR ResNet-56 with channel gates."""
-    return _create_gated_resnet(56, pretrained, **kwargs)
-
-
-@register_model
-def gated_resnet74(pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    """Constructs a CIFAR ResNet-74 with channel gates."""
-    return _create_gated_resnet(74, pretrained, **kwargs)
-
-
-@register_model
-def gated_resnet110(pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    """Constructs a CIFAR ResNet-110 with channel gates."""
-    return _create_gated_resnet(110, pretrained, **kwargs)
-
-
-@register_model
-def gated_resnet20_w10(pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    """Constructs a CIFAR ResNet-20 with channel gates, the inner map of every block 10 times as wide."""
-    model_args = dict(inner_width=10)
-    return _create_gated_resnet(20, pretrained, variant='gated_resnet20_w10', **dict(model_args, **kwargs))
-
-
-@register_model
-def gated_resnet20_w20(pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    """Constructs a CIFAR ResNet-20 with channel gates, the inner map of every block 20 times as wide."""
-    model_args = dict(inner_width=20)
-    return _create_gated_resnet(20, pretrained, variant='gated_resnet20_w20', **dict(model_args, **kwargs))

@@ -22,8 +22,9 @@ from timm.models.resnet import BasicBlock, Bottleneck
 
 from .blocks import GatedConvs
 from .checks import check_number
-from .cifar_resnet import GatedCifarResNet, cifar_cfg, create_gated_cifar_resnet
+from .cifar_resnet import cifar_cfg
 from .gate import ChannelGate, Gate, GatePool, apply_gate, gates
+from .gated_cifar_resnet import GatedCifarResNet, create_gated_cifar_resnet
 from .gated_resnet import GatedResNet, create_gated_resnet, imagenet_cfg
 from .objective import Objective, Step, Term, gate_masks
 
@@ -162,10 +163,11 @@ class TargetRate(Objective):
             block_rates: Optional[Sequence[Optional[float]]] = None,
     ) -> None:
         super().__init__()
-        self.target_rate = _check_rate(target_rate, 'target_rate')
+        self.target_rate = check_number(target_rate, 'target_rate', minimum=0, maximum=1)
         self.target_weight = check_number(target_weight, 'target_weight', minimum=0)
         self.block_rates = None if block_rates is None else [
-            self.target_rate if rate is None else _check_rate(rate, 'each of block_rates') for rate in block_rates]
+            self.target_rate if rate is None else check_number(rate, 'each of block_rates', minimum=0, maximum=1)
+            for rate in block_rates]
 
     def extra_repr(self) -> str:
         return f'target_rate={self.target_rate}, target_weight={self.target_weight}, block_rates={self.block_rates}'
@@ -181,12 +183,6 @@ class TargetRate(Objective):
         rates = torch.cat([mask.mean(0) for mask in gate_masks(model).values()])
         targets = rates.new_tensor(self.block_rates or [self.target_rate] * len(rates))
         return {'target_rate_loss': Term(target_rate_loss(rates, targets), self.target_weight, 'target_weight')}
-
-
-def _check_rate(rate: Any, name: str) -> float:
-    if check_number(rate, name, minimum=0) > 1:
-        raise ValueError(f'{name} must be a share of the images, at most 1, got {rate}.')
-    return rate
 
 
 default_cfgs = generate_default_cfgs({

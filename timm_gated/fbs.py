@@ -26,8 +26,9 @@ from timm.models.resnet import BasicBlock
 
 from .blocks import GatedConvs, add_shortcut
 from .checks import check_number
-from .cifar_resnet import GatedCifarResNet, cifar_cfg, create_gated_cifar_resnet
+from .cifar_resnet import cifar_cfg
 from .gate import Gate, GatePool
+from .gated_cifar_resnet import GatedCifarResNet, create_gated_cifar_resnet
 from .gated_resnet import GatedResNet, create_gated_resnet, imagenet_cfg
 from .objective import Objective, Step, Term, gate_scores
 from .schedules import Epochs, check_epochs, linear_warmup
@@ -203,9 +204,7 @@ class Suppression(Objective):
             saliency_weight: float = 1e-8,
     ) -> None:
         super().__init__()
-        if check_number(density, 'density', above=0) > 1:
-            raise ValueError(f'density must be a share of the channels, at most 1, got {density}.')
-        self.density = density
+        self.density = check_number(density, 'density', above=0, maximum=1)
         self.density_epochs = check_epochs(density_epochs, 'density_epochs')
         self.saliency_weight = check_number(saliency_weight, 'saliency_weight', minimum=0)
 

@@ -171,9 +171,9 @@ def create_gated_net(
     losses = {k: kwargs.pop(k) for k in loss_options if k in kwargs}
     names = {f'gate_{option.removesuffix("_channels")}': option for option in _options(gate_layer)}
     gate_args = {option: kwargs.pop(name) for name, option in names.items() if name in kwargs}
-    gated_block_args = dict(kwargs.get('block_args') or {}, gate_layer=partial(gate_layer, **gate_args))
+    block_args = dict(kwargs.pop('block_args', None) or {})
     block_options = ('gated_maps', 'gate_before_act')
-    gated_block_args.update({k: kwargs.pop(k) for k in block_options if k in kwargs})
+    gating = {k: options.pop(k) for options in (block_args, kwargs) for k in block_options if k in options}
     model = build_model(
         model_cls,
         variant,
@@ -182,9 +182,11 @@ def create_gated_net(
         more_options=(*more_options, *loss_options, *names, *block_options),
         pretrained_filter_fn=checkpoint_filter_fn,
         objective=None if objective is None else partial(objective, **{**(recipe or {}), **losses}),
-        **dict(kwargs, block_args=gated_block_args),
+        **dict(kwargs, block_args=dict(block_args, gate_layer=partial(gate_layer, **gate_args), **gating)),
     )
     model.dense_variant = dense_variant
+    if block_args:
+        kwargs['block_args'] = block_args
     model.dense_args = _options_of_model({k: v for k, v in kwargs.items() if k not in model_cls.gating_options})
     return model
 

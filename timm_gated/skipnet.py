@@ -24,8 +24,9 @@ from timm.models.resnet import BasicBlock, Bottleneck
 
 from .blocks import GatedConvs
 from .checks import check_number
-from .cifar_resnet import GatedCifarResNet, cifar_cfg, create_gated_cifar_resnet
+from .cifar_resnet import cifar_cfg
 from .gate import apply_gate, gates
+from .gated_cifar_resnet import GatedCifarResNet, create_gated_cifar_resnet
 from .gated_resnet import GatedResNet, create_gated_resnet, imagenet_cfg
 from .objective import Objective, Step, Term, gate_logits
 from .skip_gates import GATES, STAGES, RecurrentGate, SkipGate

@@ -1,11 +1,11 @@
 """What this package gives to timm's registry: entry points, and the weights that come with them
 
 Small trained weights lie in `timm_gated/weights`, as `<model>.<tag>.safetensors`, each with its card (`….md`, made by
-`tools/hub.py`: what was measured, and how they were trained). A pretrained config names the file,
+`tools/hub.py save --tag`: what was measured, and how they were trained). A pretrained config names the file,
 and stock timm does the rest, without a network: `timm.create_model('gated_resnet20.bas_c10', pretrained=True)`. To add
 weights, put the file there and a line into the `default_cfgs` of the model's family:
 
-    'gated_resnet20.bas_c10': cifar_cfg(file=weights_file('gated_resnet20.bas_c10'), paper_ids='arXiv:1907.06627'),
+    'gated_resnet20.bas_c10': _cfg(file=weights_file('gated_resnet20.bas_c10')),
 
 Of a model's tags with weights the first one is the default.
 """

@@ -69,7 +69,8 @@ def read_training(args: Namespace) -> Union[str, Dict[str, Any]]:
 
 def make_card(model: nn.Module, args: Namespace) -> ModelCard:
     figures = read_figures(args.evaluation, args.result)
-    return model_card(model, figures, args.dataset_id, args.dataset_split, read_training(args), args.license)
+    return model_card(
+        model, figures, args.dataset_id, args.dataset_split, read_training(args), args.license, args.tag)
 
 
 def save(args: Namespace) -> str:
@@ -110,6 +111,7 @@ def add_card_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         '--training-args', type=Path, metavar='FILE',
         help="instead, the settings that timm's train.py wrote (default: args.yaml beside the checkpoint, if any)")
+    group.add_argument('--tag', default='', help='of weights that come with timm_gated, which are loaded by it')
     group.add_argument('--license', default='', help="of the weights (default: that of the model's config)")
 
 

@@ -5,18 +5,26 @@
 
 Takes results of tools/evaluate.py --output and reports of tools/analyze_gates.py, as files or as folders that hold one,
 and writes tradeoff.png and tradeoff.svg. Filled points are measured; with --published the paper's own are drawn beside
-them, hollow. A model without gates counts as dense.
+them, hollow. A model without gates counts as dense. Runs of one model are joined by a line, or those of one --series:
+
+    python tools/tradeoff.py runs/evaluation.json --series 'batch shaping=bas_*' 'L0 alone=l0_*'
 """
 import argparse
-import os
 import sys
-import tempfile
 from pathlib import Path
-from typing import List, Optional
+from typing import List, Optional, Tuple
 
-from timm_gated.analysis import PUBLISHED, load_points, trade_off_figure
+from timm_gated.analysis import PUBLISHED, group_points, load_points, trade_off_figure
+from timm_gated.files import new_file
 
 ACCURACY = {'imagenet': 'top-1', 'cityscapes': 'IoU'}
+
+
+def split_series(text: str) -> Tuple[str, str]:
+    name, equals, pattern = text.partition('=')
+    if not name or not pattern:
+        raise argparse.ArgumentTypeError(f"must be NAME=PATTERN, as in 'L0 alone=l0_*', got '{text}'.")
+    return name, pattern
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -27,9 +35,13 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument('--published', choices=sorted(PUBLISHED), help="add the paper's points on this data set")
     parser.add_argument(
         '--x', choices=('macs', 'share'), default='macs', help='MACs, or their share of the dense MACs (default: macs)')
+    parser.add_argument(
+        '--series', nargs='+', default=[], type=split_series, metavar='NAME=PATTERN', help='runs to join, by name')
+    parser.add_argument('--only', nargs='+', default=[], metavar='PATTERN', help='runs to draw (default: all)')
     args = parser.parse_args(argv)
     try:
         points = load_points(args.results) if args.results or not args.published else []
+        points = group_points(points, dict(args.series), args.only)
         points += PUBLISHED.get(args.published, ())
         figure = trade_off_figure(points, args.x, ACCURACY.get(args.published, 'top-1'))
     except ValueError as error:
@@ -39,12 +51,11 @@ def main(argv: Optional[List[str]] = None) -> int:
         macs = '-' if point.macs is None else f'{point.macs / 1e6:.1f} M'
         print(f'{point.source:9}  {point.accuracy:5.2f} %  {macs:>10}  {point.share:6.1%}  {point.name}')
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.output.parent) as scratch:
-        for suffix in ('.png', '.svg'):
-            path = args.output.with_name(args.output.name + suffix)
-            figure.savefig(Path(scratch) / path.name, dpi=160)
-            os.replace(Path(scratch) / path.name, path)
-            print(f'Figure: {path}')
+    for suffix in ('.png', '.svg'):
+        path = args.output.with_name(args.output.name + suffix)
+        with new_file(path) as partial:
+            figure.savefig(partial, format=suffix[1:], dpi=160)
+        print(f'Figure: {path}')
     return 0
 
 

@@ -19,7 +19,7 @@ from .measures import class_similarity, difficulty, prior_distance, specialised_
 from .published import PUBLISHED, Point
 from .report import ReportOptions, check_target, load_distribution, write_report
 from .sample_figures import difficulty_figure, extremes_figure, macs_figure, specialised_figure
-from .tradeoff import load_points, trade_off_figure
+from .tradeoff import group_points, load_points, trade_off_figure
 
 __all__ = [
     'PUBLISHED',
@@ -38,6 +38,7 @@ __all__ = [
     'firing_figure',
     'gate_distribution_figure',
     'gates_over_training_figure',
+    'group_points',
     'load_distribution',
     'load_points',
     'macs_figure',
