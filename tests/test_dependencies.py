@@ -1,6 +1,10 @@
-"""timm_gated without mmsegmentation: it is imported and works where mmseg, mmengine and mmcv are not"""
+"""Other environments than that of the tests: without mmsegmentation, and with the oldest versions"""
+import re
 import subprocess
 import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
 
 SCRIPT = """
 import sys
@@ -49,3 +53,12 @@ def test_without_mmseg(tmp_path):
         [sys.executable, '-c', SCRIPT], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert 'No module named' in done.stdout  # which the script saw to: nothing above had need of it
+
+
+def test_the_oldest_versions_are_the_lower_bounds():
+    """What `make oldest` runs the tests with is what the package asks for."""
+    pins = re.findall(r'^([\w-]+)==([\d.]+)$', (ROOT / 'tests' / 'oldest.txt').read_text(), re.MULTILINE)
+    setup = (ROOT / 'setup.py').read_text()
+    required = re.search(r'^INSTALL_REQUIRES = \[\n(.*?)^\]', setup, re.MULTILINE | re.DOTALL).group(1)
+    bounds = re.findall(r"'([\w-]+)>=([\d.]+)", required)
+    assert len(bounds) >= 4 and sorted(bounds) == sorted(pins)
