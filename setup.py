@@ -57,10 +57,11 @@ KERNELS = Extension(
 )
 
 INSTALL_REQUIRES = [
-    'torch>=2.7,!=2.13.*',  # no torchvision matches the CPU build of 2.13
-    'torchvision',
-    'timm>=1.0.30',
-    'huggingface_hub>=1.1',  # compares checksums
+    # The lower bounds are those of tests/oldest.txt, which `make oldest` runs the tests with.
+    'torch>=2.9.1,!=2.13.*',  # no torchvision matches the CPU build of 2.13
+    'torchvision>=0.24.1',
+    'timm>=1.0.29',
+    'huggingface_hub>=1.20.0',  # compares checksums, and goes on with interrupted downloads
     'safetensors',
     'pyyaml',
     'numpy',

@@ -22,6 +22,7 @@ from timm.models import (
 )
 from timm.models._hub import load_state_dict_from_path
 
+from timm_gated.files import explained
 from timm_gated.gated_net import rename_linear_head
 from timm_gated.zoo import entry_points, list_weights
 
@@ -41,11 +42,12 @@ def load_from_timm_gated(filename: str, map_location: Any = None) -> Dict[str, t
         map_location: Device of the tensors.
     """
     name = filename.removeprefix(PREFIX)
-    state_dict = _read(name)
-    rename_linear_head(state_dict)
-    if not any(key.startswith('layer1.0.conv1.') for key in state_dict):
-        raise ValueError(f"the weights '{name}' are not those of a ResNet: they have no layer1.0.conv1.")
-    return _moved(timm_to_mmseg(state_dict), map_location)
+    with explained(f"the weights '{name}' are not whole, or none"):
+        state_dict = _read(name)
+        rename_linear_head(state_dict)
+        if not any(key.startswith('layer1.0.conv1.') for key in state_dict):
+            raise ValueError(f"the weights '{name}' are not those of a ResNet: they have no layer1.0.conv1.")
+        return _moved(timm_to_mmseg(state_dict), map_location)
 
 
 # (mmengine matches prefixes as regular expressions; other places than this machine's have schemes of their own.)

@@ -125,7 +125,8 @@ class Handler(BaseHTTPRequestHandler):
         repo_id = f'{asked.get("organization") or "me"}/{asked["name"]}'
         if repo_id in self.hub.repositories:
             return self.reply({'error': 'You already created this model repo', 'url': f'{self.hub.url}/{repo_id}'}, 409)
-        self.hub.repositories[repo_id] = repository = Repository(private=asked.get('visibility') == 'private')
+        private = asked.get('visibility') == 'private' or bool(asked.get('private'))  # (which older clients send)
+        self.hub.repositories[repo_id] = repository = Repository(private=private)
         repository.commit({'.gitattributes': b'*.safetensors filter=lfs\n'})
         self.reply({'url': f'{self.hub.url}/{repo_id}', 'name': repo_id, 'id': '1'})
 

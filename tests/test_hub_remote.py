@@ -209,7 +209,7 @@ def test_pickles_are_not_fetched(hub, client, tmp_path):
     with pytest.raises(ValueError, match='me/pickle holds no model.safetensors'):
         client(hub_client.pull, 'me/pickle', tmp_path / 'folder')
     assert not any('pytorch_model' in path for _, path, _ in hub.requests) and not (tmp_path / 'folder').exists()
-    with pytest.raises(RuntimeError, match='weights_only=True blocked'):
+    with pytest.raises(ValueError, match='hf-hub:me/pickle does not make a model: weights_only=True blocked'):
         client(hub_client.create, 'me/pickle')
     assert not marker.exists()
 

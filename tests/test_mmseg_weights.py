@@ -267,6 +267,18 @@ def test_weights_of_no_resnet(tmp_path):
         backbone(checkpoint=str(tmp_path / 'other' / 'model.safetensors'))
 
 
+@pytest.mark.parametrize('name', ['model.safetensors', 'pytorch_model.bin'])
+def test_weights_that_are_cut_short(tmp_path, name):
+    model = timm.create_model('gated_resnet20', layers=(1, 1, 1))
+    save = safetensors.torch.save_file if name.endswith('safetensors') else torch.save
+    save(model.state_dict(), tmp_path / name)
+    content = (tmp_path / name).read_bytes()
+    for size in (0, 10, len(content) // 2):
+        (tmp_path / name).write_bytes(content[:size])
+        with pytest.raises(ValueError, match=f"the weights 'local-dir:{tmp_path}' are not whole"):
+            backbone(checkpoint=f'timm-gated://local-dir:{tmp_path}')
+
+
 # In a segmentor
 
 

@@ -14,7 +14,7 @@ import timm
 import torch.nn as nn
 from timm.models import register_model
 
-from .hub_config import check_origin
+from .hub_config import checked_origin
 from .objective import shape_features
 
 __all__: list = []
@@ -43,9 +43,9 @@ def batch_shaped(
         channel_dim: Dimension of the channels of a feature.
         **kwargs: Of the network.
     """
-    check_origin('batch_shaped', kwargs.get('pretrained_cfg'), cache_dir=kwargs.get('cache_dir'))
     if not features:
         raise ValueError("batch_shaped needs `features`, such as {'layer3.1.act1': 'normal'}, got none.")
-    model = timm.create_model(network, pretrained=pretrained, **kwargs)
-    shape_features(model, features, weight, epochs, reduction, channel_dim)
+    with checked_origin('batch_shaped', kwargs.get('pretrained_cfg'), cache_dir=kwargs.get('cache_dir')):
+        model = timm.create_model(network, pretrained=pretrained, **kwargs)
+        shape_features(model, features, weight, epochs, reduction, channel_dim)
     return model

@@ -108,7 +108,7 @@ class CifarResNet(nn.Module):
             **(block_args or {}),
         )
         inplanes, net_stride, dilation, prev_dilation = channels[0], 1, 1, 1
-        drop_path_rates = [drop_path_rate * i / (sum(layers) - 1) for i in range(sum(layers))]
+        last, index = max(sum(layers) - 1, 1), 0
         for stage, (planes, num_blocks) in enumerate(zip(channels, layers, strict=True)):
             stride = 1 if stage == 0 else 2
             if net_stride * stride > output_stride:
@@ -118,7 +118,7 @@ class CifarResNet(nn.Module):
             blocks = []
             for _ in range(num_blocks):
                 change = stride != 1 or inplanes != planes
-                drop_prob = drop_path_rates.pop(0)
+                drop_prob = drop_path_rate * index / last
                 blocks.append(block(
                     inplanes,
                     planes,
@@ -130,7 +130,7 @@ class CifarResNet(nn.Module):
                     **block_kwargs,
                     **dd,
                 ))
-                inplanes, stride, prev_dilation = planes, 1, dilation
+                inplanes, stride, prev_dilation, index = planes, 1, dilation, index + 1
             name = f'layer{stage + 1}'
             self.add_module(name, nn.Sequential(*blocks))
             self.feature_info.append(dict(num_chs=planes, reduction=net_stride, module=name))

@@ -1,11 +1,36 @@
-"""Files and folders that are written whole or not at all"""
+"""Files and folders that are written whole or not at all, and errors over those of others that say what is wrong"""
+import errno
 import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator, Union
 
-__all__ = ['check_new', 'new_file', 'new_folder']
+import torch
+from huggingface_hub.errors import HTTPError
+
+__all__ = ['check_new', 'explained', 'new_file', 'new_folder']
+
+
+@contextmanager
+def explained(problem: str) -> Iterator[None]:
+    """Where a file of unknown origin is read: an error in here becomes a ValueError that begins with the problem.
+
+    What a file may hold, and how that then fails, has no end. Errors of the system and of the network stay as they are.
+
+    Args:
+        problem: What went wrong then, with the name of the file.
+    """
+    try:
+        yield
+    except (HTTPError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = isinstance(error, ValueError) and not isinstance(error, UnicodeError)
+        elsewhere = isinstance(error, OSError) and error.errno != errno.EINVAL  # (torch's, over a file cut short)
+        if said or elsewhere:
+            raise
+        raise ValueError(f'{problem}: {error} ({type(error).__name__})') from error
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from timm.models import build_model_with_cfg, clean_state_dict, list_models, mod
 from .budget import MacBudget
 from .checks import check_number
 from .gate import ChannelGate, Gate, Gating
-from .hub_config import MAKING, check_origin, options_of_class
+from .hub_config import MAKING, checked_origin, options_of_class
 from .narrow import Channels, narrow_maps
 from .objective import GateLosses, Objective, objectives
 
@@ -128,11 +128,11 @@ def build_model(
         **kwargs: Of timm's builder, and options of the model.
     """
     known = {*options_of_class(model_cls), *more_options}
-    check_origin(variant, kwargs.get('pretrained_cfg'), known, kwargs.get('cache_dir'))
-    try:
-        model: Any = build_model_with_cfg(model_cls, variant, pretrained, **kwargs)
-    except SafetensorError as error:
-        raise ValueError(f'the weights of {variant} are not whole: {error}. Fetch or save them again.') from error
+    with checked_origin(variant, kwargs.get('pretrained_cfg'), known, kwargs.get('cache_dir')):
+        try:
+            model: Any = build_model_with_cfg(model_cls, variant, pretrained, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(f'the weights of {variant} are not whole: {error}. Fetch or save them again.') from error
     model.model_args = _options_of_model(kwargs if model_args is None else model_args)
     # A config of a hub or a folder has lists for tuples, which timm's ONNX exporter does not take.
     model.pretrained_cfg.update({k: tuple(v) for k, v in model.pretrained_cfg.items() if isinstance(v, list)})

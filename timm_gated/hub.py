@@ -128,8 +128,8 @@ def _check_fit(directory: Path, where: str) -> None:
     name = config.get('architecture', '')
     if name not in entry_points() and name not in list_gated_models():  # (a method of one's own counts)
         raise ValueError(
-            f"{path} is of '{name}', which is not a model of this package. timm_gated.list_gated_models() lists them; "
-            f'those of timm need none of this.')
+            f'{path} is of {name[:80]!r}, which is not a model of this package. timm_gated.list_gated_models() lists '
+            f'them; those of timm need none of this.')
     cfg = config.get('pretrained_cfg', {})
     places = [key for key in _PLACES if cfg.get(key) is not None] + ['custom_load'] * bool(cfg.get('custom_load'))
     if places or cfg.get('architecture', name) != name:
@@ -165,7 +165,8 @@ def _make(directory: Path, where: str, **kwargs: Any) -> nn.Module:
     try:
         return timm.create_model(f'local-dir:{directory}', **kwargs)
     except Exception as error:  # what a config may ask for, and how it then fails, has no end
-        raise ValueError(f'{where} does not make a model: {error} ({type(error).__name__})') from error
+        kind = '' if isinstance(error, ValueError) else f' ({type(error).__name__})'
+        raise ValueError(f'{where} does not make a model: {error}{kind}') from error
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ import torch
 from timm.models import load_state_dict
 
 from mmseg_plugin.convert import mmseg_to_timm, timm_to_mmseg
-from timm_gated.files import new_file
+from timm_gated.files import explained, new_file
 
 
 def convert(source: Path, target: Path, to: str, overwrite: bool = False) -> int:
@@ -32,10 +32,11 @@ def convert(source: Path, target: Path, to: str, overwrite: bool = False) -> int
         raise ValueError(f'no checkpoint at {source}.')
     if target.exists() and not overwrite:
         raise ValueError(f'{target} exists: choose another target, or --overwrite.')
-    state_dict = load_state_dict(str(source), use_ema=False, device='cpu', weights_only=True)
-    if not any('layer1.0.conv1' in key for key in state_dict):
-        raise ValueError(f'{source} holds no ResNet: no key has layer1.0.conv1 in it.')
-    out = timm_to_mmseg(state_dict) if to == 'mmseg' else mmseg_to_timm(state_dict)
+    with explained(f'{source} cannot be converted'):
+        state_dict = load_state_dict(str(source), use_ema=False, device='cpu', weights_only=True)
+        if not any('layer1.0.conv1' in key for key in state_dict):
+            raise ValueError(f'{source} holds no ResNet: no key has layer1.0.conv1 in it.')
+        out = timm_to_mmseg(state_dict) if to == 'mmseg' else mmseg_to_timm(state_dict)
     with new_file(target) as partial:
         if target.suffix == '.safetensors':
             safetensors.torch.save_file({k: v.contiguous() for k, v in out.items()}, partial)

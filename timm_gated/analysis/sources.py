@@ -9,11 +9,11 @@ import numpy as np
 import timm
 import torch
 import torch.nn as nn
-from safetensors import SafetensorError
 from timm.data import create_dataset, create_loader, resolve_data_config
 from timm.models import load_checkpoint
 from timm.utils import ParseKwargs
 
+from ..files import explained
 from ..record import Outcome, classification_step
 from .sample_figures import FetchImage
 
@@ -88,10 +88,8 @@ def create_network(model: str, checkpoint: str, args: argparse.Namespace) -> nn.
     if checkpoint:
         if not os.path.isfile(checkpoint):
             raise ValueError(f'no checkpoint at {checkpoint}.')
-        try:
+        with explained(f"the checkpoint {checkpoint} does not load into '{model}'"):
             load_checkpoint(network, checkpoint, use_ema=args.use_ema, weights_only=True)
-        except (RuntimeError, KeyError, EOFError, SafetensorError) as error:
-            raise ValueError(f"the checkpoint {checkpoint} does not load into '{model}': {error}") from error
     return network.to(args.device).eval()
 
 

@@ -1,0 +1,132 @@
+"""What tests/test_hostile.py does in a process of its own, whose memory and time are limited and in which nothing but
+reading is allowed: loads one mutation after the other in the working directory, and writes what came of each
+
+    python tests/hostile_worker.py KIND COUNT REPORT
+"""
+import argparse
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import timm
+import torch
+import torch.nn as nn
+from mutations import MARKER, mutate
+
+import timm_gated
+from timm_gated.analysis import sources
+
+MEMORY = 2 << 30  # bytes that loading may take beside what the process has by then
+SECONDS = 20  # of the processor, for one mutation: more is a hang
+FILES = {'config': 'config.json', 'safetensors': 'model.safetensors', 'pickle': 'weights.pth'}
+NET = dict(layers=(1, 1, 1), channels=(4, 8, 8))
+
+
+# What loading a file has no need of
+
+
+EVENTS = (
+    'ctypes.', 'ftplib.', 'http.', 'os.chmod', 'os.exec', 'os.fork', 'os.link', 'os.mkdir', 'os.posix_spawn',
+    'os.remove', 'os.rename', 'os.rmdir', 'os.symlink', 'os.system', 'os.truncate', 'pickle.find_class', 'shutil.',
+    'smtplib.', 'socket.', 'subprocess.', 'urllib.', 'webbrowser.')
+CODE = tuple({
+    sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), str(Path(timm_gated.__file__).parents[1])})
+
+forbidden: List[str] = []
+watching = False
+
+
+def watch(event: str, args: Any) -> None:
+    """Note and prevent, of the events that Python can be asked to report, those that loading has no need of."""
+    if watching and (
+            event.startswith(EVENTS) or event == 'open' and not may_open(args[0], args[2])
+            or event == 'exec' and not args[0].co_filename.startswith((*CODE, '<frozen'))):
+        forbidden.append(f'{event} {str(args)[:200]}')
+        raise PermissionError(forbidden[-1])
+
+
+def may_open(path: Any, flags: int) -> bool:
+    """Nothing is written, and nothing is read but code and the model's folder."""
+    if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        return False
+    return isinstance(path, int) or os.path.abspath(os.fsdecode(path)).startswith((*CODE, os.getcwd()))
+
+
+# Ways in which a file is loaded
+
+
+def by_timm() -> nn.Module:
+    return timm.create_model('local-dir:.', pretrained=True)
+
+
+def by_tools() -> nn.Module:
+    """As timm's `checkpoint_path`."""
+    args = argparse.Namespace(
+        num_classes=None, in_chans=None, pretrained=False, model_kwargs=NET, use_ema=True, device='cpu')
+    return sources.create_network('gated_resnet20', FILES['pickle'], args)
+
+
+def by_check() -> nn.Module:
+    return timm_gated.check_pretrained('.')
+
+
+WAYS: Dict[str, List[Callable[[], nn.Module]]] = {
+    'config': [by_check, by_timm], 'safetensors': [by_check, by_timm], 'pickle': [by_timm, by_tools]}
+
+
+def judge(model: nn.Module, shapes: Dict[str, torch.Size]) -> str:
+    """A model is well-formed if its shapes are those of the whole one, and it runs."""
+    found = {key: value.shape for key, value in model.state_dict().items()}
+    channels = found['conv1.weight'][1]  # timm fits a stem to any number of them
+    if found != {**shapes, 'conv1.weight': torch.Size([4, channels, 3, 3])}:
+        return f'of other shapes: {found}'
+    logits = model.eval()(torch.zeros(1, channels, 32, 32))
+    return 'well-formed' if logits.shape == (1, 10) else f'logits of shape {logits.shape}'
+
+
+def main(kind: str, count: int, report: Path) -> None:
+    """Write two lines for each: what is about to be loaded, and what came of it."""
+    global watching
+    file = Path(FILES[kind])
+    good = file.read_bytes()
+    for load in WAYS[kind]:
+        shapes = {key: value.shape for key, value in load().state_dict().items()}
+    used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    with report.open('w') as out:
+        for index in range(count):
+            how, content = mutate(kind, index, good)
+            file.write_bytes(content)
+            for load in WAYS[kind]:
+                print(json.dumps([index, how, load.__name__]), file=out, flush=True)
+                model = None
+                signal.setitimer(signal.ITIMER_PROF, SECONDS)
+                watching = True
+                try:
+                    model = load()
+                except Exception as error:
+                    outcome = f'{type(error).__name__}: {error}'
+                watching = False
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                if model is not None:
+                    outcome = judge(model, shapes)
+                if forbidden or Path(MARKER).exists():
+                    outcome = f'FORBIDDEN {forbidden}'
+                    forbidden.clear()
+                print(json.dumps(outcome), file=out, flush=True)
+
+
+if __name__ == '__main__':
+    sys.addaudithook(watch)
+    sys.dont_write_bytecode = True
+    torch.set_num_threads(1)
+    warnings.simplefilter('ignore')
+    logging.disable()
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
