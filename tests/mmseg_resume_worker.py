@@ -1,6 +1,8 @@
 """mmseg's own train.py, as it is, by a config whose data and noise are seeded by the iteration"""
 import runpy
 import sys
+import traceback
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -27,12 +29,13 @@ class ReportHook(Hook):
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         assert _report is not None
         _report(dict(
-            iter=runner.iter, epoch=runner.epoch, loss=outputs['loss'].item(), lr=runner.optim_wrapper.get_lr()['lr'][0],
+            iter=runner.iter, epoch=runner.epoch, loss=outputs['loss'].item(),
+            lr=runner.optim_wrapper.get_lr()['lr'][0],
             weights={loss.loss_name: loss.loss_weight for loss in runner.model.gate_losses}))
 
     def after_val_epoch(self, runner: Any, metrics: Any = None) -> None:
         assert _report is not None
-        _report(dict(iter=runner.iter, validated=True, metrics=metrics))
+        _report(dict(iter=runner.iter, metrics=metrics))
 
 
 def train(report: Callable, config: Path, work_dir: Path, *options: str) -> None:
@@ -40,5 +43,9 @@ def train(report: Callable, config: Path, work_dir: Path, *options: str) -> None
     _report = report
     torch.set_num_threads(1)
     sys.argv = [str(SCRIPT), str(config), '--work-dir', str(work_dir), *options]
-    sys.stdout = sys.stderr = open(work_dir.with_suffix('.log'), 'w')
-    runpy.run_path(str(SCRIPT), run_name='__main__')
+    with open(work_dir.with_suffix('.log'), 'w') as log, redirect_stdout(log), redirect_stderr(log):
+        try:
+            runpy.run_path(str(SCRIPT), run_name='__main__')
+        except Exception:
+            traceback.print_exc()
+            raise SystemExit(1) from None
