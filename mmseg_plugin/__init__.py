@@ -6,7 +6,7 @@ from timm_gated.version import __version__ as __version__
 
 from . import compat  # noqa: F401, I001  (before anything of mmseg)
 from .backbones import GatedResNet, GatedResNetV1c, GatedResNetV1d, SlimResNet
-from .checkpoints import load_from_safetensors, load_from_timm_gated
+from .checkpoints import WholeFileBackend, load_from_local, load_from_safetensors, load_from_timm_gated
 from .datasets import CamVidDataset
 from .hooks import GateLossScheduleHook, GateStatisticsHook
 from .losses import BatchShapingLoss, FeatureShapingLoss, L0Loss
@@ -29,6 +29,8 @@ __all__ = [
     'MACsMetric',
     'SlimResNet',
     'TimmGatedBackbone',
+    'WholeFileBackend',
+    'load_from_local',
     'load_from_safetensors',
     'load_from_timm_gated',
 ]

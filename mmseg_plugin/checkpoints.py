@@ -5,14 +5,20 @@
 After the prefix comes what `timm.create_model` takes for a name: weights of this package by their tag (those inside the
 package need no network), `local-dir:FOLDER` or `hf-hub:OWNER/NAME`. They get the names of mmseg's backbones and lose
 their classifier. Files that end in `.safetensors` are taken as they are, like a `.pth`. Nothing but tensors is read.
+
+mmengine writes a checkpoint in place, and writes the last one again once it is known to be the best; killed then, a
+training could not be resumed. Here files are written whole or not at all. A checkpoint that is cut short all the same
+is refused with an error that names it and those to go on from.
 """
 import os
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, Union
 
 import safetensors.torch
 import torch
+from mmengine.fileio import LocalBackend, register_backend
 from mmengine.runner.checkpoint import CheckpointLoader
+from mmengine.runner.checkpoint import load_from_local as _load_from_local
 from timm.models import (
     get_pretrained_cfg,
     is_model_pretrained,
@@ -22,15 +28,29 @@ from timm.models import (
 )
 from timm.models._hub import load_state_dict_from_path
 
-from timm_gated.files import explained
+from timm_gated.cut_checkpoints import explain_cut
+from timm_gated.files import explained, new_file
 from timm_gated.gated_net import rename_linear_head
 from timm_gated.zoo import entry_points, list_weights
 
 from .convert import timm_to_mmseg
 
-__all__ = ['load_from_safetensors', 'load_from_timm_gated']
+__all__ = ['WholeFileBackend', 'load_from_local', 'load_from_safetensors', 'load_from_timm_gated']
 
 PREFIX = 'timm-gated://'
+
+_ADVICE = 'Go on from the newest by --resume --cfg-options load_from=PATH'
+_load_file = explain_cut(safetensors.torch.load_file, _ADVICE)
+_load_local = explain_cut(_load_from_local, _ADVICE)
+
+
+@register_backend('local', force=True, prefixes='')
+class WholeFileBackend(LocalBackend):
+    """mmengine's files on this machine, each written whole or not at all: what was there stays until then."""
+
+    def put(self, obj: bytes, filepath: Union[str, Path]) -> None:
+        with new_file(filepath) as partial:
+            super().put(obj, partial)
 
 
 @CheckpointLoader.register_scheme(prefixes=PREFIX)
@@ -62,7 +82,22 @@ def load_from_safetensors(filename: str, map_location: Any = None) -> Dict[str, 
     path = os.path.expanduser(filename)
     if not os.path.isfile(path):
         raise FileNotFoundError(f'{path} can not be found.')
-    return _moved(safetensors.torch.load_file(path), map_location)
+    return _moved(_load_file(path), map_location)
+
+
+@CheckpointLoader.register_scheme(prefixes='', force=True)
+def load_from_local(filename: str, map_location: Any = None) -> Any:
+    """A checkpoint from a local file, as mmengine's own loader takes it, with errors that help after a kill.
+
+    Args:
+        filename: Its path.
+        map_location: Device of the tensors.
+    """
+    if not filename:  # what mmengine reads from a last_checkpoint that it was about to write
+        raise FileNotFoundError(
+            f'there is no checkpoint to load: the name is empty. If this is --resume, the training was killed while it '
+            f'wrote the file last_checkpoint in its work_dir, where the checkpoints are. {_ADVICE}.')
+    return _load_local(filename, map_location)
 
 
 def _read(name: str) -> Dict[str, torch.Tensor]:

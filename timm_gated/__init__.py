@@ -13,6 +13,7 @@ from .budget import MacBudget, budget_loss, mac_formula
 from .card import model_card
 from .cifar_resnet import CifarResNet
 from .convnet_aig import TargetRate, target_rate_loss
+from .cut_checkpoints import protect_timm_checkpoints
 from .export import export_onnx, export_program
 from .fbs import Suppression
 from .gate import ChannelGate, Gate, GatePool, Gating, force_gates, gates
@@ -90,6 +91,7 @@ __all__ = [
     'mac_formula',
     'model_card',
     'objectives',
+    'protect_timm_checkpoints',
     'prune_static',
     'pull_from_hub',
     'push_to_hub',
@@ -101,3 +103,4 @@ __all__ = [
 ]
 
 extend_timm_tasks()
+protect_timm_checkpoints()

@@ -1,0 +1,51 @@
+"""mmseg's own train.py, as it is, by a config whose data and noise are seeded by the iteration"""
+import runpy
+import sys
+import traceback
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import mmseg
+import torch
+from mmengine.hooks import Hook
+from mmseg.registry import HOOKS
+
+import mmseg_plugin  # noqa: F401
+
+SCRIPT = Path(mmseg.__file__).parent / '.mim' / 'tools' / 'train.py'
+_report: Optional[Callable] = None
+
+
+@HOOKS.register_module()
+class ReportHook(Hook):
+    """Seeds every iteration, and reports what it was: all that follows a schedule, and the loss."""
+
+    priority = 'VERY_HIGH'  # reports come before checkpoints are written
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        torch.manual_seed(runner.iter)
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        assert _report is not None
+        _report(dict(
+            iter=runner.iter, epoch=runner.epoch, loss=outputs['loss'].item(),
+            lr=runner.optim_wrapper.get_lr()['lr'][0],
+            weights={loss.loss_name: loss.loss_weight for loss in runner.model.gate_losses}))
+
+    def after_val_epoch(self, runner: Any, metrics: Any = None) -> None:
+        assert _report is not None
+        _report(dict(iter=runner.iter, metrics=metrics))
+
+
+def train(report: Callable, config: Path, work_dir: Path, *options: str) -> None:
+    global _report
+    _report = report
+    torch.set_num_threads(1)
+    sys.argv = [str(SCRIPT), str(config), '--work-dir', str(work_dir), *options]
+    with open(work_dir.with_suffix('.log'), 'w') as log, redirect_stdout(log), redirect_stderr(log):
+        try:
+            runpy.run_path(str(SCRIPT), run_name='__main__')
+        except Exception:
+            traceback.print_exc()
+            raise SystemExit(1) from None

@@ -1,0 +1,183 @@
+"""Trainings by timm's seams that are killed and resumed; checkpoints that are cut short"""
+import copy
+import os
+import pickle
+import random
+import re
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+import pytest
+import timm
+import torch
+import torch.nn as nn
+from killing import Kill, Life, assert_equal, live, random_kills, was_killed
+from safetensors.torch import save_file
+from timm.models import load_checkpoint
+from timm.task import ClassificationTask, resume_task_checkpoint
+from timm.utils import CheckpointSaver
+from timm_resume_worker import STEPS, train
+
+from timm_gated.cut_checkpoints import is_cut, whole_checkpoints
+from timm_gated.snapshots import load_snapshots
+
+TINY: Dict[str, Any] = dict(layers=(1, 1, 1), channels=(4, 4, 4))
+RUNS: Dict[str, Dict[str, Any]] = {  # all that has a schedule, a state or noise
+    'gated_resnet20': dict(
+        lam_epochs=(0, 20), gamma=0.1, gamma_epochs=(2, 22), noise_epochs=(1, 21), prior_epochs=(3, 19), budget=0.5,
+        prior={'type': 'beta', 'learnable': True}, prior_end={'type': 'beta', 'a': 0.3, 'b': 0.6}, snapshot_gates=4),
+    'fbs_resnet20': dict(density=0.25, density_epochs=(0, 6)),
+    'skipnet_resnet38': dict(stage='hybrid'),
+    'convnet_aig_resnet20': dict(budget=0.7),
+    'gaternet_resnet20': dict(),
+}
+
+
+class Training:
+    """A training in a folder: killed, resumed, and what it reported in all its lives."""
+
+    def __init__(self, name: str, folder: Path, epochs: int) -> None:
+        self.name, self.folder, self.epochs = name, folder, epochs
+        folder.mkdir()
+        self.model_args = {**TINY, **RUNS[name]}
+        if 'snapshot_gates' in self.model_args:
+            self.model_args['snapshot_dir'] = str(folder / 'gates')
+        self.reports: List[Dict[str, Any]] = []
+
+    def run(self, resume: Optional[Path] = None, kill: Optional[Kill] = None) -> Life:
+        life = live(train, self.name, self.model_args, self.folder, resume, self.epochs, kill=kill)
+        self.reports += life.reports
+        return life
+
+    def last(self) -> Optional[Path]:
+        path = self.folder / 'last.pth.tar'
+        return path if path.exists() else None
+
+    def newest(self) -> Optional[Path]:
+        found = whole_checkpoints(self.folder, '.pth.tar')
+        return found[0] if found else None
+
+    def result(self) -> Dict[str, Any]:
+        return torch.load(self.folder / 'last.pth.tar', weights_only=True)
+
+
+def by_step(reports: List[Dict[str, Any]]) -> Dict[Any, Dict[str, Any]]:
+    return {(report['epoch'], report['step']): report for report in reports}
+
+
+@pytest.fixture(scope='module')
+def uninterrupted(tmp_path_factory) -> Training:
+    training = Training('gated_resnet20', tmp_path_factory.mktemp('whole') / 'run', epochs=24)
+    assert training.run().exitcode == 0
+    return training
+
+
+def test_killed_twenty_times(uninterrupted, tmp_path):
+    training = Training('gated_resnet20', tmp_path / 'run', epochs=24)
+    cut = 0
+    for kill in random_kills(seed=0, number=20, max_steps=2 * STEPS - 1, max_delay=0.1, sizes=range(30000)):
+        assert was_killed(training.run(training.last(), kill))
+        cut += any(is_cut(path) for path in training.folder.glob('*tmp.pth.tar'))
+    assert cut >= 5
+    assert training.run(training.last()).exitcode == 0
+
+    whole = by_step(uninterrupted.reports)
+    assert len(whole) == 24 * STEPS and len(training.reports) > len(whole)
+    for report in training.reports:
+        assert report == whole[report['epoch'], report['step']]
+    assert_equal(training.result(), uninterrupted.result())
+    mine, other = (load_snapshots(run.folder / 'gates') for run in (training, uninterrupted))
+    assert (mine.counts == other.counts).all() and mine.epochs.tolist() == list(range(24))
+
+
+@pytest.mark.parametrize('name', sorted(set(RUNS) - {'gated_resnet20'}))
+def test_other_methods(name, tmp_path):
+    whole, training = (Training(name, tmp_path / folder, epochs=8) for folder in ('whole', 'killed'))
+    assert whole.run().exitcode == 0
+    for kill in random_kills(seed=1, number=4, max_steps=2 * STEPS - 1, max_delay=0.1, sizes=range(30000)):
+        assert was_killed(training.run(training.last(), kill))
+    assert training.run(training.last()).exitcode == 0
+    expected = by_step(whole.reports)
+    assert [report for report in training.reports if report != expected[report['epoch'], report['step']]] == []
+    assert_equal(training.result(), whole.result())
+
+
+def test_recovery_checkpoints(uninterrupted, tmp_path):
+    """timm goes on from them with the next epoch, so the parameters are others; all schedules are the same."""
+    training = Training('gated_resnet20', tmp_path / 'run', epochs=24)
+    resumed = []
+    for kill in random_kills(seed=2, number=10, max_steps=2 * STEPS - 1, max_delay=0.1, sizes=range(30000)):
+        resumed.append(training.newest())
+        assert was_killed(training.run(resumed[-1], kill))
+    assert training.run(training.newest()).exitcode == 0
+    assert sum(path is not None and path.name.startswith('recovery-') for path in resumed) > 3
+    whole = by_step(uninterrupted.reports)
+    for report in training.reports:
+        assert {**report, 'loss': None} == {**whole[report['epoch'], report['step']], 'loss': None}
+    assert training.result()['task_state'] == uninterrupted.result()['task_state'] == {'gate_epoch': 23}
+
+
+def test_the_last_checkpoint_stays_until_the_next_is_there(tmp_path, monkeypatch):
+    model = timm.create_model('gated_resnet20', **TINY)
+    saver = CheckpointSaver(model, torch.optim.SGD(model.parameters()), checkpoint_dir=str(tmp_path))
+    saver.save_checkpoint(0, metric=1.)
+    monkeypatch.setattr(os, 'replace', raise_interrupt)  # the end, just when one is to take the place of the other
+    with pytest.raises(KeyboardInterrupt):
+        saver.save_checkpoint(1, metric=1.)
+    assert torch.load(tmp_path / 'last.pth.tar', weights_only=True)['epoch'] == 0
+
+
+def raise_interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+# Checkpoints that are cut short
+
+
+def cuts(content: bytes) -> List[int]:
+    """Lengths to cut a file to: around its start and its end, where formats are decided, and anywhere."""
+    size = len(content)
+    return [*range(30), *random.Random(0).sample(range(30, size - 70), 100), *range(size - 70, size)]
+
+
+def test_cut_training_checkpoint(uninterrupted, tmp_path):
+    content = (uninterrupted.folder / 'last.pth.tar').read_bytes()
+    last = tmp_path / 'last.pth.tar'
+    task = ClassificationTask(timm.create_model('gated_resnet20', **TINY), nn.CrossEntropyLoss(), verbose=False)
+    before = copy.deepcopy(task.state_dict())
+    for size in cuts(content):
+        last.write_bytes(content[:size])
+        with pytest.raises(RuntimeError, match=rf'{re.escape(str(last))} is cut short.*no whole checkpoint beside it'):
+            resume_task_checkpoint(task, str(last))
+        with pytest.raises(RuntimeError, match='last.pth.tar is cut short'):  # --initial-checkpoint, --checkpoint
+            load_checkpoint(task.get_trainable_module(), str(last))
+    assert_equal(task.state_dict(), before)
+    assert task.gate_epoch == -1
+
+    for index, name in enumerate(['checkpoint-2.pth.tar', 'checkpoint-3.pth.tar', 'recovery-4-1.pth.tar']):
+        (tmp_path / name).write_bytes(content if 'checkpoint' in name else content[:-1])
+        os.utime(tmp_path / name, (index, index))
+    with pytest.raises(RuntimeError, match=r'newest first: checkpoint-3.pth.tar, checkpoint-2.pth.tar\. Take one of'):
+        resume_task_checkpoint(task, str(last))
+
+
+def test_cut_safetensors(tmp_path):
+    path = tmp_path / 'weights.safetensors'
+    save_file(timm.create_model('gated_resnet20', **TINY).state_dict(), path)
+    content = path.read_bytes()
+    model = timm.create_model('gated_resnet20', **TINY, checkpoint_path=str(path))
+    for size in cuts(content):
+        path.write_bytes(content[:size])
+        with pytest.raises(RuntimeError, match='weights.safetensors is cut short'):
+            load_checkpoint(model, str(path))
+
+
+@pytest.mark.parametrize('content', [{'state_dict': Path('.')}, {'state_dict': {}}], ids=['unsafe', 'other'])
+@pytest.mark.parametrize('zipped', [True, False], ids=['new', 'old'])
+def test_whole_files_have_their_own_errors(tmp_path, content, zipped):
+    path = tmp_path / 'last.pth.tar'
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    task = ClassificationTask(timm.create_model('cifar_resnet20'), nn.CrossEntropyLoss(), verbose=False)
+    with pytest.raises((RuntimeError, pickle.UnpicklingError)) as error:
+        resume_task_checkpoint(task, str(path))
+    assert 'cut short' not in str(error.value)
