@@ -44,6 +44,7 @@ case $name in
     b_l0_gamma1) l0 gamma=1.0 ;;
     b_l0_gamma2) l0 gamma=2.0 ;;
     b_l0_gamma25) l0 gamma=2.5 ;;
+    b_l0_gamma8) l0 gamma=8.0 ;;  # stopped in epoch 3, with 3 % of the gates open
     b_aig70) train convnet_aig_resnet20_from_dense --initial-checkpoint $dense ;;
     *) echo "error: there is no run '$name'; this file lists them." >&2 && exit 1 ;;
 esac
