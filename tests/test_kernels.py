@@ -201,7 +201,8 @@ def programs(draw) -> Program:
     in_channels = channels[0]
     for _ in range(draw(st.integers(1, 6))):
         kind = draw(st.sampled_from([Conv, Conv, Conv, Gate, Pool, Subsample, Skip]))
-        source, target = mostly(st.sampled_from(list(channels))), mostly(st.integers(1, 3))
+        source = mostly(st.sampled_from(list(channels)))
+        target = mostly(st.sampled_from([1, 2, 3]).filter(lambda number, source=source: number != source))
         c_in, c_out = channels.get(source, 3), draw(st.integers(1, 5))
         if kind is Conv:
             kernel = draw(st.sampled_from([1, 2, 3, 3]))
@@ -224,7 +225,8 @@ def programs(draw) -> Program:
             ops.append(Subsample(source, target, mostly(st.integers(1, 2)), before, after))
             c_out = c_in + before + after
         else:
-            ops.append(Skip(source, target, mostly(st.integers(0, 2)), mostly(st.just(1))))
+            switches = [gate for gate, size in gates.items() if size == 1]
+            ops.append(Skip(source, target, mostly(st.sampled_from(switches or [0])), mostly(st.just(1))))
             ops.append(Conv(source, target, weight(c_in, c_in, 1, 1), weight(c_in), relu=True, residual=source))
             c_out = c_in
         channels[target] = min(max(c_out, 1), 99)

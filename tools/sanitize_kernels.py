@@ -38,8 +38,8 @@ def main() -> int:
             **os.environ,
             'LD_PRELOAD': ':'.join(map(str.strip, runtimes)),
             # Python and torch keep memory until the end on purpose
-            'ASAN_OPTIONS': 'detect_leaks=0:abort_on_error=1',
-            'UBSAN_OPTIONS': 'print_stacktrace=1',
+            'ASAN_OPTIONS': f'detect_leaks=0:abort_on_error=1:log_path={scratch}/report',
+            'UBSAN_OPTIONS': f'print_stacktrace=1:log_path={scratch}/report',
             'PYTHONPATH': f'{scratch}{os.pathsep}{ROOT}',
         }
         # From the temporary folder, so that the copy of the package is the one imported. Make sure of it.
@@ -48,7 +48,12 @@ def main() -> int:
         tests = [str(ROOT / 'tests' / name) for name in TESTS]
         command = [sys.executable, '-m', 'pytest', '-c', str(ROOT / 'pyproject.toml'), '--rootdir', str(ROOT), '-p',
                    'no:cacheprovider', '-k', 'not without_a_compiler', *tests, *sys.argv[1:]]
-        return subprocess.run(command, cwd=scratch, env=environment).returncode
+        status = subprocess.run(command, cwd=scratch, env=environment).returncode
+        # (pytest would have swallowed them: it does not come to show what it captured)
+        reports = sorted(Path(scratch).glob('report*'))
+        for report in reports:
+            print(report.read_text(errors='replace'), file=sys.stderr)
+        return status or len(reports)
 
 
 if __name__ == '__main__':
