@@ -26,7 +26,7 @@ def row(result: dict) -> list:
 
 def test_tables_are_the_measured_figures():
     text = (ROOT / 'README.md').read_text()
-    rows = {name: cells for name, cells in re.findall(r'^\| `(\w+)`: [^|]+\|(.*)\|$', text, re.MULTILINE)}
+    rows = {name: cells for name, cells in re.findall(r'^ *\| `(\w+)`: [^|]+\|(.*)\|$', text, re.MULTILINE)}
     assert rows.keys() == RESULTS.keys()
     for name, cells in rows.items():
         assert [cell.strip() for cell in cells.split('|')] == row(RESULTS[name]), name
