@@ -95,6 +95,7 @@ class Gating(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
 
+@register_notrace_module
 class GatePool(Gating, nn.AdaptiveAvgPool2d):
     """Global average pool of a map, [N, C], for a gate to read."""
 
