@@ -40,6 +40,7 @@ def images(size: int = 4) -> torch.Tensor:
     (dict(gate_hidden=0), 'hidden_channels .* got 0'),
     (dict(noise_epochs=(3, 2)), 'noise_epochs must satisfy .* got start 3 and end 2'),
     (dict(from_dense=0), 'from_dense.* must be a number > 0, got 0'),
+    (dict(gather_gates='true'), "gather_gates must be True or False, got 'true'"),
 ])
 def test_bad_options_are_refused_when_the_model_is_made(kwargs, message):
     with pytest.raises(ValueError, match=message):
@@ -81,6 +82,14 @@ def test_no_sorting_when_lambda_is_zero(monkeypatch):
     monkeypatch.setattr('timm_gated.objective.batch_shaping_loss', None)
     terms = model.gate_losses.terms(model, epoch=400)
     assert terms['batch_shaping_loss'].value == 0 and terms['l0_loss'].value > 0
+
+
+def test_gathering_reaches_all_objectives_and_costs_one_process_nothing():
+    for gather_gates in (False, True):
+        model = timm.create_model('gated_resnet20', budget=0.5, gather_gates=gather_gates)
+        assert [objective.gather_gates for objective in objectives(model)] == [gather_gates] * 2
+    logits = torch.randn(4, 3)
+    assert model.gate_losses.gathered(logits) is logits
 
 
 def test_gates_before_any_input():

@@ -158,6 +158,26 @@ def test_classes_add_up_over_batches_and_processes(net):
     assert all(torch.equal(share, before[name]) for name, share in statistics.open_share_by_class().items())
 
 
+def test_repeated_images_do_not_count(net):
+    images, members = torch.randn(3, 3, 16, 16), torch.eye(3).bool()
+    whole, parts = GateStatistics(num_classes=3), GateStatistics(num_classes=3)
+    net(images)
+    whole.update(net, members)
+    for batch in ([0, 1], [2, 0], [1, 2]):
+        net(images[batch])
+        parts.update(net, members[batch], num_samples=3 - parts.num_samples)
+    assert parts.num_samples == 3 and torch.equal(parts.samples_by_class, whole.samples_by_class)
+    assert all(torch.equal(share, whole.open_share()[name]) for name, share in parts.open_share().items())
+
+
+def test_one_collective_adds_up_all_counts(net):
+    statistics, seen = GateStatistics(num_classes=2), []
+    net(torch.randn(2, 3, 16, 16))
+    statistics.update(net, torch.eye(2).bool())
+    statistics.reduce(seen.append)
+    assert len(seen) == 1 and seen[0].numel() == 1 + 2 + 3 * (16 + 32 + 64)
+
+
 def test_classes_must_fit(net):
     net(torch.randn(2, 3, 16, 16))
     with pytest.raises(ValueError, match='statistics of 3 classes need the classes'):

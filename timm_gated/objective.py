@@ -297,7 +297,10 @@ class _FeatureTap(nn.Module):
 
 
 class FeatureShaping(Objective):
-    """Batch shaping of named features of any network. Made by `shape_features`."""
+    """Batch shaping of named features of any network. Made by `shape_features`.
+
+    Of several processes, each shapes the features of its own batch: maps are much to send, and have positions enough.
+    """
 
     def __init__(
             self,
