@@ -8,6 +8,10 @@ from typing import Any, Callable, List, NamedTuple, Optional
 
 import torch
 
+# A training that is to be killed from outside goes on for no more reports than these: however fast a machine is, it
+# does not get to its end before.
+REPORTS_WITHIN_DELAY = 2
+
 # Forked from a process that has imported what a training needs and done nothing yet: it starts at once, and afresh.
 CONTEXT = multiprocessing.get_context('forkserver')
 CONTEXT.set_forkserver_preload(['timm_gated', 'mmseg_plugin', 'mmseg.apis'])
@@ -73,6 +77,8 @@ def _run(train: Callable, sender: Any, kill: Optional[Kill], *args: Any) -> None
         sender.send(entry)
         count += 1
         arm()
+        if kill is not None and kill.size is None and count >= kill.steps + REPORTS_WITHIN_DELAY:
+            signal.pause()
 
     arm()
     train(report, *args)

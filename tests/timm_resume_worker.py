@@ -13,7 +13,7 @@ from timm.utils import CheckpointSaver
 from timm_gated import gates, objectives
 
 STEPS = 4  # of an epoch
-RECOVERY_INTERVAL = 2
+RECOVERY_INTERVAL = 3  # so that the next file is now this kind of checkpoint, now the other
 
 
 def batch(seed: int):
