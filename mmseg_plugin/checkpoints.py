@@ -28,7 +28,7 @@ from timm.models import (
 )
 from timm.models._hub import load_state_dict_from_path
 
-from timm_gated.cut_checkpoints import explain_cut
+from timm_gated.cut_checkpoints import explain_load, others_beside
 from timm_gated.files import explained, new_file
 from timm_gated.gated_net import rename_linear_head
 from timm_gated.zoo import entry_points, list_weights
@@ -39,9 +39,9 @@ __all__ = ['WholeFileBackend', 'load_from_local', 'load_from_safetensors', 'load
 
 PREFIX = 'timm-gated://'
 
-_ADVICE = 'Go on from the newest by --resume --cfg-options load_from=PATH'
-_load_file = explain_cut(safetensors.torch.load_file, _ADVICE)
-_load_local = explain_cut(_load_from_local, _ADVICE)
+_ADVICE = 'A training that was killed goes on from the newest of its own by --resume --cfg-options load_from=PATH'
+_load_file = explain_load(safetensors.torch.load_file, _ADVICE)
+_load_local = explain_load(_load_from_local, _ADVICE)
 
 
 @register_backend('local', force=True, prefixes='')
@@ -51,6 +51,9 @@ class WholeFileBackend(LocalBackend):
     def put(self, obj: bytes, filepath: Union[str, Path]) -> None:
         with new_file(filepath) as partial:
             super().put(obj, partial)
+
+    def put_text(self, obj: str, filepath: Union[str, Path], encoding: str = 'utf-8') -> None:
+        self.put(obj.encode(encoding), filepath)
 
 
 @CheckpointLoader.register_scheme(prefixes=PREFIX)
@@ -80,8 +83,7 @@ def load_from_safetensors(filename: str, map_location: Any = None) -> Dict[str, 
         map_location: Device of the tensors.
     """
     path = os.path.expanduser(filename)
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f'{path} can not be found.')
+    _check_there(path)
     return _moved(_load_file(path), map_location)
 
 
@@ -97,7 +99,14 @@ def load_from_local(filename: str, map_location: Any = None) -> Any:
         raise FileNotFoundError(
             f'there is no checkpoint to load: the name is empty. If this is --resume, the training was killed while it '
             f'wrote the file last_checkpoint in its work_dir, where the checkpoints are. {_ADVICE}.')
+    _check_there(os.path.expanduser(filename))
     return _load_local(filename, map_location)
+
+
+def _check_there(path: str) -> None:
+    # mmengine removes a checkpoint before it writes the next: killed between, last_checkpoint names none.
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f'{path} can not be found. {others_beside(path, _ADVICE)}')
 
 
 def _read(name: str) -> Dict[str, torch.Tensor]:

@@ -67,7 +67,8 @@ class GateStatisticsHook(Hook):
     """Logs, after every validation and test, how the gates behaved over the set.
 
     That is their density, and the share of gates that are always on, conditional and always off, in all and by stage;
-    to the logger and to every visualisation backend.
+    to the logger and to every visualisation backend. On several processes the sampler must be mmengine's DefaultSampler
+    (without shuffling), as in all of mmseg's configs.
 
     Args:
         threshold: Share of images above which a gate counts as always on or always off.

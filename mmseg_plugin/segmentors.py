@@ -13,6 +13,7 @@ from mmseg.registry import MODELS
 
 from timm_gated import MacCounter
 from timm_gated.objective import gate_density
+from timm_gated.precision import full_precision
 
 __all__ = ['GatedCascadeEncoderDecoder', 'GatedEncoderDecoder']
 
@@ -40,7 +41,7 @@ class _GatedSegmentor(nn.Module):
     def loss(self, inputs: torch.Tensor, data_samples: Any) -> Dict[str, torch.Tensor]:
         """As mmseg's, with the weighted gate losses, their weights and the density of open gates."""
         losses = super().loss(inputs, data_samples)  # type: ignore[misc]
-        with torch.autocast(inputs.device.type, enabled=False):
+        with full_precision(inputs):
             for loss in self.gate_losses:
                 losses[loss.loss_name] = loss(self)
                 # (a key without 'loss' in it: mmengine adds up all that have)

@@ -4,6 +4,7 @@ reading is allowed: loads one mutation after the other in the working directory,
     python tests/hostile_worker.py KIND COUNT REPORT
 """
 import argparse
+import importlib.util
 import json
 import logging
 import os
@@ -19,12 +20,13 @@ import timm
 import torch
 import torch.nn as nn
 from mutations import MARKER, mutate
+from timm.task import ClassificationTask, resume_task_checkpoint
 
 import timm_gated
 from timm_gated.analysis import sources
 
 MEMORY = 2 << 30  # bytes that loading may take beside what the process has by then
-SECONDS = 20  # of the processor, for one mutation: more is a hang
+HANG = {signal.ITIMER_PROF: 20, signal.ITIMER_REAL: 600}  # seconds of the processor, and of waiting, for one mutation
 FILES = {'config': 'config.json', 'safetensors': 'model.safetensors', 'pickle': 'weights.pth'}
 NET = dict(layers=(1, 1, 1), channels=(4, 8, 8))
 
@@ -77,8 +79,26 @@ def by_check() -> nn.Module:
     return timm_gated.check_pretrained('.')
 
 
+def by_resume() -> nn.Module:
+    task: Any = ClassificationTask(timm.create_model('gated_resnet20', **NET), nn.CrossEntropyLoss(), verbose=False)
+    resume_task_checkpoint(task, FILES['pickle'])
+    return task.get_trainable_module()
+
+
+def by_mmengine() -> nn.Module:
+    from mmengine.runner import load_checkpoint
+    model = timm.create_model('gated_resnet20', **NET)
+    file, = (name for kind, name in FILES.items() if kind != 'config' and os.path.exists(name))
+    load_checkpoint(model, file, strict=True)
+    return model
+
+
 WAYS: Dict[str, List[Callable[[], nn.Module]]] = {
-    'config': [by_check, by_timm], 'safetensors': [by_check, by_timm], 'pickle': [by_timm, by_tools]}
+    'config': [by_check, by_timm], 'safetensors': [by_check, by_timm], 'pickle': [by_timm, by_tools, by_resume]}
+if importlib.util.find_spec('mmseg'):
+    import mmseg_plugin  # noqa: F401
+    WAYS['safetensors'].append(by_mmengine)
+    WAYS['pickle'].append(by_mmengine)
 
 
 def judge(model: nn.Module, shapes: Dict[str, torch.Size]) -> str:
@@ -89,6 +109,12 @@ def judge(model: nn.Module, shapes: Dict[str, torch.Size]) -> str:
         return f'of other shapes: {found}'
     logits = model.eval()(torch.zeros(1, channels, 32, 32))
     return 'well-formed' if logits.shape == (1, 10) else f'logits of shape {logits.shape}'
+
+
+def limit_time(limits: Dict[int, int]) -> None:
+    """The kernel ends the process once one of them is over."""
+    for timer, seconds in limits.items():
+        signal.setitimer(timer, seconds)
 
 
 def main(kind: str, count: int, report: Path) -> None:
@@ -107,14 +133,14 @@ def main(kind: str, count: int, report: Path) -> None:
             for load in WAYS[kind]:
                 print(json.dumps([index, how, load.__name__]), file=out, flush=True)
                 model = None
-                signal.setitimer(signal.ITIMER_PROF, SECONDS)
+                limit_time(HANG)
                 watching = True
                 try:
                     model = load()
                 except Exception as error:
                     outcome = f'{type(error).__name__}: {error}'
                 watching = False
-                signal.setitimer(signal.ITIMER_PROF, 0)
+                limit_time(dict.fromkeys(HANG, 0))
                 if model is not None:
                     outcome = judge(model, shapes)
                 if forbidden or Path(MARKER).exists():

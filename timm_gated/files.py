@@ -9,7 +9,7 @@ from typing import Iterator, Union
 import torch
 from huggingface_hub.errors import HTTPError
 
-__all__ = ['check_new', 'explained', 'new_file', 'new_folder']
+__all__ = ['check_new', 'explained', 'new_file', 'new_folder', 'replace_file']
 
 
 @contextmanager
@@ -35,14 +35,24 @@ def explained(problem: str) -> Iterator[None]:
 
 @contextmanager
 def new_file(path: Union[str, Path]) -> Iterator[Path]:
-    """A file beside `path` to write to, which takes its place at the end; after an error nothing is left of it."""
-    path = Path(path)
+    """A file beside `path` to write to, which takes its place at the end; after an error nothing is left of it.
+
+    What a killed process leaves is written over by the next that writes to the path; there may be one at a time.
+    """
+    path = Path(path).resolve()  # (a link stays one)
     partial = path.with_name(f'.{path.stem}.partial{path.suffix}')
     try:
         yield partial
-        os.replace(partial, path)
+        replace_file(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def replace_file(source: Union[str, Path], target: Union[str, Path]) -> None:
+    """Put a file in the place of another, in one step, once it is on the disk."""
+    with open(source, 'rb') as file:
+        os.fsync(file.fileno())
+    os.replace(source, target)
 
 
 def check_new(directory: Union[str, Path]) -> None:

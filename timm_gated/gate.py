@@ -11,7 +11,7 @@ sample (hard forward, relaxed backward) in training, the sign of the logit in ev
 block, so that a bottleneck with two gates pools its input once. Where the paper is silent: the last bias starts at the
 mean of the paper's prior, and a training batch of one image is normalised by the running statistics.
 """
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
 import torch
@@ -21,10 +21,11 @@ from timm.models import register_notrace_module
 from timm.utils import unwrap_model
 
 from .checks import check_number
+from .precision import autocasts, full_precision
 
 __all__ = [
-    'ChannelGate', 'Gate', 'GatePool', 'Gating', 'apply_gate', 'binary_concrete', 'force_gates', 'full_precision',
-    'gates', 'set_gate_noise', 'two_layers',
+    'ChannelGate', 'Gate', 'GatePool', 'Gating', 'apply_gate', 'binary_concrete', 'force_gates', 'gates',
+    'set_gate_noise', 'two_layers',
 ]
 
 
@@ -63,18 +64,6 @@ def two_layers(x: torch.Tensor, fc1: nn.Module, bn: nn.Module, fc2: nn.Module) -
     return fc2(F.relu(x))
 
 
-def full_precision(x: torch.Tensor) -> AbstractContextManager:
-    """Context without autocast where `x` is: gates are too small to gain from it, and their decisions would suffer."""
-    return torch.autocast(x.device.type, enabled=False) if _autocasts(x) else nullcontext()
-
-
-def _autocasts(x: torch.Tensor) -> bool:
-    device_type = x.device.type
-    # (The compiler of torch 2.9 cannot trace that question, and has no devices for which the answer is no.)
-    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
-    return available and torch.is_autocast_enabled(device_type)
-
-
 class Gating(nn.Module):
     """Base of what a gated network has and its plain network has not: gates, and what computes something for them.
 
@@ -105,7 +94,7 @@ class GatePool(Gating, nn.AdaptiveAvgPool2d):
         super().__init__(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if _autocasts(x):
+        if autocasts(x):
             # To float32, as a gate casts it anyway: its gradient, that of all positions together, is the largest of the
             # network. In float16, times the scale of a GradScaler, it would overflow and have the step skipped.
             return x.mean((2, 3), dtype=torch.promote_types(x.dtype, torch.float32))

@@ -12,7 +12,6 @@ from typing import Any, Callable, Collection, Dict, List, Mapping, Optional, Set
 
 import torch
 import torch.nn as nn
-from safetensors import SafetensorError
 from timm.models import build_model_with_cfg, clean_state_dict, list_models, model_entrypoint
 
 from .budget import MacBudget
@@ -129,10 +128,7 @@ def build_model(
     """
     known = {*options_of_class(model_cls), *more_options}
     with checked_origin(variant, kwargs.get('pretrained_cfg'), known, kwargs.get('cache_dir')):
-        try:
-            model: Any = build_model_with_cfg(model_cls, variant, pretrained, **kwargs)
-        except SafetensorError as error:
-            raise ValueError(f'the weights of {variant} are not whole: {error}. Fetch or save them again.') from error
+        model: Any = build_model_with_cfg(model_cls, variant, pretrained, **kwargs)
     model.model_args = _options_of_model(kwargs if model_args is None else model_args)
     # A config of a hub or a folder has lists for tuples, which timm's ONNX exporter does not take.
     model.pretrained_cfg.update({k: tuple(v) for k, v in model.pretrained_cfg.items() if isinstance(v, list)})

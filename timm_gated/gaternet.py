@@ -22,11 +22,12 @@ from timm.models import generate_default_cfgs, register_model, register_notrace_
 from .blocks import GatedBasicBlock, GatedBottleneck
 from .checks import check_number
 from .cifar_resnet import cifar_cfg
-from .gate import Gate, Gating, full_precision, gates, two_layers
+from .gate import Gate, Gating, gates, two_layers
 from .gated_cifar_resnet import GatedCifarResNet, create_gated_cifar_resnet
 from .gated_net import GatedNet
 from .gated_resnet import GatedResNet, create_gated_resnet, imagenet_cfg
 from .objective import Objective, Step, Term, gate_masks
+from .precision import full_precision
 
 __all__ = ['Gater', 'GaterCifarResNet', 'GaterResNet', 'GateSparsity', 'HashingGate', 'semantic_hashing']
 

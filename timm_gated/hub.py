@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from timm.models import filter_pretrained_cfg, save_for_hf
 
 from .card import SOMEWHERE, model_card
-from .files import check_new, new_folder
+from .files import check_new, explained, new_folder
 from .gated_net import list_gated_models
 from .hub_config import check_model_args, read_config, storable
 from .objective import Objective
@@ -162,11 +162,13 @@ def _check_fit(directory: Path, where: str) -> None:
 
 
 def _make(directory: Path, where: str, **kwargs: Any) -> nn.Module:
+    origin, problem = f'local-dir:{directory}', f'{where} does not make a model'
     try:
-        return timm.create_model(f'local-dir:{directory}', **kwargs)
-    except Exception as error:  # what a config may ask for, and how it then fails, has no end
-        kind = '' if isinstance(error, ValueError) else f' ({type(error).__name__})'
-        raise ValueError(f'{where} does not make a model: {error}{kind}') from error
+        with explained(problem):
+            return timm.create_model(origin, **kwargs)
+    except ValueError as error:
+        message = str(error).replace(origin, where)  # (the folder may be a temporary one)
+        raise ValueError(message if where in message else f'{problem}: {message}') from error
 
 
 def _listed(names: Sequence[str]) -> str:

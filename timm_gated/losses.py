@@ -16,7 +16,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .priors import Prior, create_prior, widen
+from .precision import full_precision, widen
+from .priors import Prior, create_prior
 
 __all__ = ['BatchShapingLoss', 'L0Loss', 'batch_shaping_loss', 'check_reduction', 'l0_loss']
 
@@ -39,7 +40,7 @@ def batch_shaping_loss(
     """
     check_reduction(reduction)
     _check_shape('x', x)
-    with torch.autocast(x.device.type, enabled=False):
+    with full_precision(x):
         x = widen(x)
         # The paper sorts forward and undoes it backward. To give each value the target of its rank is the same and
         # needs no backward.
@@ -57,7 +58,7 @@ def l0_loss(logits: torch.Tensor, reduction: str = 'mean') -> torch.Tensor:
     """
     check_reduction(reduction)
     _check_shape('logits', logits)
-    with torch.autocast(logits.device.type, enabled=False):
+    with full_precision(logits):
         return _reduce(torch.sigmoid(widen(logits)).mean(dim=0), reduction)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 
 from .beta import beta_cdf, beta_pdf
+from .precision import widen
 
 __all__ = ['Beta', 'Mixture', 'Normal', 'Prior', 'RelaxedBernoulli', 'Uniform', 'create_prior']
 
@@ -299,23 +300,6 @@ def _check_positive(name: str, value: Number) -> Number:
 
 def _show(value: Any) -> str:
     return str(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
-
-
-def widen(x: torch.Tensor) -> torch.Tensor:
-    """Half precision to float32. Backward, a gradient too large for x's dtype is clamped instead of being infinite."""
-    return _Widen.apply(x)
-
-
-class _Widen(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.dtype = x.dtype
-        return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        limit = torch.finfo(ctx.dtype).max
-        return grad.clamp(-limit, limit).to(ctx.dtype)
 
 
 def _clamp(x: torch.Tensor) -> torch.Tensor:

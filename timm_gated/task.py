@@ -21,6 +21,7 @@ import torch.nn as nn
 from timm.task import TrainingTask
 
 from .objective import Objective, Step, gate_density, objectives
+from .precision import full_precision
 
 __all__ = ['ObjectiveTask', 'extend_timm_tasks']
 
@@ -77,7 +78,7 @@ class ObjectiveTask(TrainingTask):
         loss, step = result['loss'], Step(input, result['output'], target)
         result.setdefault('task_loss', loss)
         # Outside autocast: sorted sigmoids and their CDFs need all of float32.
-        with torch.autocast(loss.device.type, enabled=False):
+        with full_precision(loss):
             for objective in active:
                 for name, term in objective.terms(model, self.gate_epoch, step).items():
                     loss = loss + term.weight * term.value
