@@ -22,7 +22,7 @@ from timm_gated.cut_checkpoints import is_cut, protect_timm_checkpoints, whole_c
 from timm_gated.snapshots import load_snapshots
 
 TINY: Dict[str, Any] = dict(layers=(1, 1, 1), channels=(4, 4, 4))
-RUNS: Dict[str, Dict[str, Any]] = {  # all that has a schedule, a state or noise
+RUNS: Dict[str, Dict[str, Any]] = {  # of all that has a schedule, a state or noise
     'gated_resnet20': dict(
         lam_epochs=(0, 20), gamma=0.1, gamma_epochs=(2, 22), noise_epochs=(1, 21), prior_epochs=(3, 19), budget=0.5,
         prior={'type': 'beta', 'learnable': True}, prior_end={'type': 'beta', 'a': 0.3, 'b': 0.6}, snapshot_gates=4),
@@ -30,6 +30,8 @@ RUNS: Dict[str, Dict[str, Any]] = {  # all that has a schedule, a state or noise
     'skipnet_resnet38': dict(stage='hybrid'),
     'convnet_aig_resnet20': dict(budget=0.7),
     'gaternet_resnet20': dict(),
+    'batch_shaped': dict(
+        network='cifar_resnet20', features={'layer2': {'type': 'beta', 'learnable': True}}, weight=0.5, epochs=(1, 6)),
 }
 
 
