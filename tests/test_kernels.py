@@ -110,6 +110,12 @@ def test_subsampling(height, width, stride, before, after):
     run_everywhere(program, x, F.pad(x[:, :, ::stride, ::stride], (0, 0, 0, 0, before, after)))
 
 
+def test_as_many_channels_as_there_may_be():
+    x = torch.ones(1, 1, 1, 1)
+    program = Program(1, [Subsample(0, 1, 1, 2**20 - 1, 0), Output(1)], num_maps=2)
+    run_everywhere(program, x, F.pad(x, (0, 0, 0, 0, 2**20 - 1, 0)))
+
+
 @examples(30)
 @given(channels=st.integers(1, 70), hidden=st.integers(1, 20), size=st.integers(1, 70), seed=seeds)
 def test_gates_decide_from_the_pooled_map(channels, hidden, size, seed):
@@ -166,7 +172,13 @@ def conv(source: int, target: int, **kwargs) -> Conv:
     ([Conv(0, 1, torch.zeros(3, 3, 1, 1), torch.zeros(3), stride=0)], 'stride 0'),
     ([Conv(0, 1, torch.zeros(3, 3, 1, 1), torch.zeros(3), padding=-1)], 'padding -1'),
     ([Pool(0, 1, False, 2, 1, 2, False)], 'padding 2'),
+    ([Pool(0, 1, False, 2, 1, 2**30, False)], 'padding 1073741824'),
     ([Subsample(0, 1, 0, 0, 0)], 'subsampling by 0'),
+    ([Subsample(0, 1, 2**32 + 1, 0, 0), Output(1)], 'subsampling by'),  # (one, if the upper bits were left out)
+    ([Subsample(0, 1, 1, 2**20 - 2, 0), Output(1)], 'a map of 1048577 channels'),
+    # (a negative number of channels, if they were added up)
+    ([Subsample(0, 1, 1, 2**20, 2**20), *(Subsample(1 + i % 2, 2 - i % 2, 1, 2**20, 2**20) for i in range(1029)),
+      Output(2)], 'a map of 2097155 channels'),
     ([Skip(0, 1, 0, 1), conv(0, 1, residual=0, relu=True)], 'a skip of 1 operations by gate 0'),  # of no gate yet
     ([constant_gate(0, 3, torch.ones(3)), Skip(0, 1, 0, 1), conv(0, 1, residual=0, relu=True)], 'by gate 0'),
     ([constant_gate(0, 3, torch.ones(1)), Skip(0, 1, 0, 0), conv(0, 1, residual=0, relu=True)], 'a skip of 0'),
@@ -179,6 +191,26 @@ def conv(source: int, target: int, **kwargs) -> Conv:
 def test_programs_that_make_no_sense_are_refused(ops, message):
     with pytest.raises(ValueError, match=message):
         NativeRunner(Program(3, ops, num_maps=3, num_gates=1))(torch.zeros(1, 3, 8, 8))
+
+
+@pytest.mark.parametrize('ops', [
+    # A map with its padding: more than 2^64 bytes
+    [Subsample(0, 1, 1, 2**20 - 1, 0), constant_gate(0, 1, torch.ones(1)),
+     Conv(1, 2, torch.zeros(1, 2**20, 3, 3), torch.zeros(1), dilation=2**20 - 1, padding=2**20 - 1, gate_out=0)],
+    # A map
+    [constant_gate(0, 1, torch.ones(2**20)),
+     Conv(0, 1, torch.zeros(2**20, 1, 1, 1), torch.zeros(2**20), padding=4000, gate_out=0)],
+    # Maps together
+    [Subsample(0, 1, 1, 2**20 - 1, 0), *(Pool(i, i + 1, False, 1, 1, 0, False) for i in range(1, 2**15))],
+])
+def test_more_memory_than_there_can_be_is_refused(ops):
+    with pytest.raises(MemoryError, match='1099511627776 bytes or more for 1 samples'):
+        NativeRunner(Program(1, ops, num_maps=2**15 + 1, num_gates=1))(torch.zeros(1, 1, 1, 2))
+
+
+def test_images_beyond_a_c_int_are_refused():
+    with pytest.raises(ValueError, match='images of 2147483647 x 1'):
+        NativeRunner(Program(1, [Output(0)]))(torch.zeros(0, 1, 2**32 + 1, 1))
 
 
 @st.composite
