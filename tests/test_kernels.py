@@ -187,6 +187,11 @@ def conv(source: int, target: int, **kwargs) -> Conv:
     ([constant_gate(0, 3, torch.ones(1)), Skip(0, 1, 0, 1), conv(0, 2, residual=0, relu=True)], 'into 2 that add 0'),
     ([constant_gate(0, 3, torch.ones(1)), Skip(0, 1, 0, 1), conv(0, 1, relu=True)], 'into 1 that add -1'),
     ([constant_gate(0, 3, torch.ones(1)), Skip(0, 1, 0, 1), conv(0, 1, residual=0)], 'without a ReLU'),
+    # What a skip makes, before it does, and what it leaves out
+    ([constant_gate(0, 3, torch.ones(1)), Skip(0, 1, 0, 2), conv(1, 2), conv(2, 1, residual=0, relu=True)],
+     'buffer 1 is read before it is written'),
+    ([constant_gate(0, 3, torch.ones(1)), Skip(0, 1, 0, 2), conv(0, 2), conv(2, 1, residual=0, relu=True), Output(2)],
+     'buffer 2 is read before it is written'),
 ])
 def test_programs_that_make_no_sense_are_refused(ops, message):
     with pytest.raises(ValueError, match=message):

@@ -235,7 +235,6 @@ API int tg_add_skip(network_t *network, int in, int out, int gate, int count) {
     op_t *op = add(network, SKIP, in, out);
     if (!op)
         return -1;
-    op->kernel = op->stride = op->dilation = 1;
     op->gate_out = gate;
     op->count = count;
     network->num_ops++;

@@ -198,7 +198,7 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     step->in = step->out = *in;
     plan->max_hidden = max(plan->max_hidden, op->hidden);
     plan->max_channels = max(plan->max_channels, op->c_out);
-    if (op->kind == GATE || op->kind == OUTPUT)
+    if (op->kind == GATE || op->kind == OUTPUT || op->kind == SKIP)
         return 0;
 
     shape_t *out = &step->out;
@@ -244,6 +244,13 @@ static int check_skip(const network_t *network, int index) {
     return 0;
 }
 
+/* Of what a skip may have left out, only its last map is there afterwards. */
+static void forget_skipped(walk_t *walk, const op_t *skip) {
+    for (int i = 1; i < skip->count; i++)
+        if (skip[i].out != skip->out)
+            walk->shapes[skip[i].out].channels = 0;
+}
+
 /* A plan for images of one size; not safe to call from two threads for one network. */
 API plan_t *tg_plan_new(network_t *network, int height, int width) {
     if (height < 1 || width < 1 || height > MAX_PIXELS / width) {
@@ -272,9 +279,15 @@ API plan_t *tg_plan_new(network_t *network, int height, int width) {
         plan->max_channels = network->in_channels;
         for (int i = 0; i < network->num_buffers; i++)
             walk.gates[i] = -1;
-        for (int i = 0; i < network->num_ops && !failed; i++)
-            failed = (network->ops[i].kind == SKIP && check_skip(network, i) != 0)
-                || plan_step(plan, &walk, &network->ops[i], &plan->steps[i]) != 0;
+        const op_t *skip = NULL;
+        for (int i = 0; i < network->num_ops && !failed; i++) {
+            op_t *op = &network->ops[i];
+            if (op->kind == SKIP)
+                skip = op;
+            failed = (op == skip && check_skip(network, i) != 0) || plan_step(plan, &walk, op, &plan->steps[i]) != 0;
+            if (skip && op == skip + skip->count)
+                forget_skipped(&walk, skip);
+        }
     }
     free(walk.shapes);
     free(walk.gates);
