@@ -175,8 +175,8 @@ class NativeRunner:
     def _add(self, op: Op) -> int:
         library, network = _get(), self._network.pointer
 
-        def number(value: Optional[int]) -> int:
-            return -1 if value is None else value
+        def number(value: Optional[int]) -> int:  # -1 says that there is none, so a negative one goes as another
+            return -1 if value is None else value if value >= 0 else -2
 
         if isinstance(op, Conv):
             c_out, c_in, kernel = op.weight.shape[:3]
