@@ -5,7 +5,7 @@ import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Callable, Dict
 
 import mmseg_plugin  # noqa: F401  (before anything of mmseg)
 
@@ -71,17 +71,21 @@ def run_large_image() -> Dict[str, Any]:
     return dict(peaks=peaks, open=sum(shares) / len(shares), shape=shape, difference=difference)
 
 
-def test_large_image_through_the_backbone_of_pspnet():
-    """In a process of its own, which has no memory that other tests have left."""
+def in_own_process(function: Callable[[], Any]) -> Any:
+    """What a function returns in a new process, which has no memory that other tests have left."""
     with ProcessPoolExecutor(1, multiprocessing.get_context('spawn')) as pool:
-        result = pool.submit(run_large_image).result()
+        return pool.submit(function).result()
+
+
+def test_large_image_through_the_backbone_of_pspnet():
+    result = in_own_process(run_large_image)
     print({name: f'{peak / GIGABYTE:.2f} GB' for name, peak in result['peaks'].items()})
     assert result['shape'] == (1, 2048, 125, 250) and 0.2 < result['open'] < 0.8
     assert result['difference'] <= 1e-4
     assert max(result['peaks'].values()) < 4 * GIGABYTE
 
 
-def test_too_little_memory_is_an_error_after_which_all_goes_on():
+def run_out_of_memory() -> None:
     torch.manual_seed(0)
     model = shuffle(timm.create_model('gated_resnet18')).eval()
     large, small = images(1, 1024, 1024), images(1, 64, 64)
@@ -96,3 +100,7 @@ def test_too_little_memory_is_an_error_after_which_all_goes_on():
         resource.setrlimit(resource.RLIMIT_AS, limits)
     assert torch.equal(fast(small), expected)
     check(model, large, 'native')
+
+
+def test_too_little_memory_is_an_error_after_which_all_goes_on():
+    in_own_process(run_out_of_memory)
