@@ -62,11 +62,11 @@ def decisions(*shape: int) -> st.SearchStrategy[torch.Tensor]:
 
 
 @st.composite
-def forced_masks(draw, model: nn.Module, *batch: int) -> Dict[str, torch.Tensor]:
-    """For some gates of a model, all of them or none."""
+def forced_masks(draw, model: nn.Module) -> Dict[str, torch.Tensor]:
+    """For some gates of a model, all of them or none; the same for all images, as accelerated networks take them."""
     named = gates(model)
     chosen = draw(st.sampled_from([[], named, named[::2]]))
-    return {name: draw(decisions(*batch, gate.num_gates)) for name, gate in chosen}
+    return {name: draw(decisions(gate.num_gates)) for name, gate in chosen}
 
 
 def sizes(largest: int = 70) -> st.SearchStrategy:

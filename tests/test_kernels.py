@@ -1,9 +1,12 @@
 """Programs of random shapes on all backends, against convolutions that compute everything and mask"""
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import event, given
 from hypothesis import strategies as st
+from programs import programs
 from strategies import decisions, examples, seeds
 
 from timm_gated import instruction_sets
@@ -35,10 +38,13 @@ def numbered_images(*shape: int) -> torch.Tensor:
     return x
 
 
+def all_runners(program: Program) -> list:
+    return [*(NativeRunner(program, isa) for isa in instruction_sets()), SlicedRunner(program)]
+
+
 def run_everywhere(program: Program, x: torch.Tensor, expected: torch.Tensor, threads: int = 1) -> None:
-    runners = [NativeRunner(program, isa) for isa in instruction_sets()] + [SlicedRunner(program)]
     scale = expected.nan_to_num().abs().max().clamp(min=1)  # (what is added up on the way is about one)
-    for runner in runners:
+    for runner in all_runners(program):
         torch.set_num_threads(threads)
         try:
             actual, = runner(x)
@@ -110,6 +116,12 @@ def test_subsampling(height, width, stride, before, after):
     run_everywhere(program, x, F.pad(x[:, :, ::stride, ::stride], (0, 0, 0, 0, before, after)))
 
 
+def test_as_many_channels_as_there_may_be():
+    x = torch.ones(1, 1, 1, 1)
+    program = Program(1, [Subsample(0, 1, 1, 2**20 - 1, 0), Output(1)], num_maps=2)
+    run_everywhere(program, x, F.pad(x, (0, 0, 0, 0, 2**20 - 1, 0)))
+
+
 @examples(30)
 @given(channels=st.integers(1, 70), hidden=st.integers(1, 20), size=st.integers(1, 70), seed=seeds)
 def test_gates_decide_from_the_pooled_map(channels, hidden, size, seed):
@@ -121,8 +133,7 @@ def test_gates_decide_from_the_pooled_map(channels, hidden, size, seed):
     ops = [Gate(0, 0, w1, b1, w2, b2), Conv(0, 1, identity, torch.zeros(size), gate_out=0),
            Conv(1, 2, torch.eye(size)[:, :, None, None], torch.zeros(size), gate_in=0), Output(2)]
     expected = F.conv2d(x, identity) * (logits > 0)[:, :, None, None]
-    for runner in [*(NativeRunner(Program(channels, ops, 3, 1), isa) for isa in instruction_sets()),
-                   SlicedRunner(Program(channels, ops, 3, 1))]:
+    for runner in all_runners(Program(channels, ops, num_maps=3, num_gates=1)):
         actual, = runner(x)
         torch.testing.assert_close(actual[~undecided], expected[~undecided], atol=1e-4, rtol=1e-4)
 
@@ -165,8 +176,16 @@ def conv(source: int, target: int, **kwargs) -> Conv:
     ([constant_gate(5, 3, torch.ones(3))], 'gate 5 of 1'),
     ([Conv(0, 1, torch.zeros(3, 3, 1, 1), torch.zeros(3), stride=0)], 'stride 0'),
     ([Conv(0, 1, torch.zeros(3, 3, 1, 1), torch.zeros(3), padding=-1)], 'padding -1'),
+    ([conv(0, 1, residual=-1)], 'adds buffer -2'),
+    ([conv(0, 1, gate_in=-1)], 'under the gates -2 and -1'),
     ([Pool(0, 1, False, 2, 1, 2, False)], 'padding 2'),
+    ([Pool(0, 1, False, 2, 1, 2**30, False)], 'padding 1073741824'),
     ([Subsample(0, 1, 0, 0, 0)], 'subsampling by 0'),
+    ([Subsample(0, 1, 2**32 + 1, 0, 0), Output(1)], 'subsampling by'),  # (one, if the upper bits were left out)
+    ([Subsample(0, 1, 1, 2**20 - 2, 0), Output(1)], 'a map of 1048577 channels'),
+    # (a negative number of channels, if they were added up)
+    ([Subsample(0, 1, 1, 2**20, 2**20), *(Subsample(1 + i % 2, 2 - i % 2, 1, 2**20, 2**20) for i in range(1029)),
+      Output(2)], 'a map of 2097155 channels'),
     ([Skip(0, 1, 0, 1), conv(0, 1, residual=0, relu=True)], 'a skip of 1 operations by gate 0'),  # of no gate yet
     ([constant_gate(0, 3, torch.ones(3)), Skip(0, 1, 0, 1), conv(0, 1, residual=0, relu=True)], 'by gate 0'),
     ([constant_gate(0, 3, torch.ones(1)), Skip(0, 1, 0, 0), conv(0, 1, residual=0, relu=True)], 'a skip of 0'),
@@ -175,74 +194,64 @@ def conv(source: int, target: int, **kwargs) -> Conv:
     ([constant_gate(0, 3, torch.ones(1)), Skip(0, 1, 0, 1), conv(0, 2, residual=0, relu=True)], 'into 2 that add 0'),
     ([constant_gate(0, 3, torch.ones(1)), Skip(0, 1, 0, 1), conv(0, 1, relu=True)], 'into 1 that add -1'),
     ([constant_gate(0, 3, torch.ones(1)), Skip(0, 1, 0, 1), conv(0, 1, residual=0)], 'without a ReLU'),
+    # What a skip makes, before it does, and what it leaves out
+    ([constant_gate(0, 3, torch.ones(1)), Skip(0, 1, 0, 2), conv(1, 2), conv(2, 1, residual=0, relu=True)],
+     'buffer 1 is read before it is written'),
+    ([constant_gate(0, 3, torch.ones(1)), Skip(0, 1, 0, 2), conv(0, 2), conv(2, 1, residual=0, relu=True), Output(2)],
+     'buffer 2 is read before it is written'),
 ])
 def test_programs_that_make_no_sense_are_refused(ops, message):
     with pytest.raises(ValueError, match=message):
         NativeRunner(Program(3, ops, num_maps=3, num_gates=1))(torch.zeros(1, 3, 8, 8))
 
 
-@st.composite
-def programs(draw) -> Program:
-    """Mostly of operations that fit to each other, with here and there a number that does not."""
-    channels, gates = {0: draw(st.integers(1, 4))}, {}  # of the maps and the gates so far
-    odd = st.sampled_from([-7, -1, 0, 1, 2, 5, 65, 2**20 + 1])
-
-    def mostly(values: st.SearchStrategy) -> int:
-        return draw(values if draw(st.integers(0, 29)) else odd)
-
-    def weight(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(draw(seeds)))
-
-    def gate_of(size: int) -> int | None:
-        fitting = [gate for gate, gate_size in gates.items() if gate_size == size]
-        return draw(st.sampled_from([None, None, *fitting, *gates]))
-
-    ops: list = []
-    in_channels = channels[0]
-    for _ in range(draw(st.integers(1, 6))):
-        kind = draw(st.sampled_from([Conv, Conv, Conv, Gate, Pool, Subsample, Skip]))
-        source = mostly(st.sampled_from(list(channels)))
-        target = mostly(st.sampled_from([1, 2, 3]).filter(lambda number, source=source: number != source))
-        c_in, c_out = channels.get(source, 3), draw(st.integers(1, 5))
-        if kind is Conv:
-            kernel = draw(st.sampled_from([1, 2, 3, 3]))
-            ops.append(Conv(
-                source, target, weight(c_out, c_in, kernel, kernel), weight(c_out), mostly(st.integers(1, 2)),
-                mostly(st.integers(1, 2)), mostly(st.integers(0, 2)), draw(st.booleans()),
-                draw(st.sampled_from([None, None, *channels])), gate_of(c_in), gate_of(c_out)))
-        elif kind is Gate:
-            gate, size = mostly(st.integers(0, 2)), draw(st.sampled_from([1, c_in, c_out]))
-            ops.append(Gate(source, gate, weight(3, c_in), weight(3), weight(size, 3), weight(size)))
-            gates.setdefault(gate, size)
-            continue
-        elif kind is Pool:
-            ops.append(Pool(
-                source, target, draw(st.booleans()), mostly(st.integers(1, 3)), mostly(st.integers(1, 2)),
-                mostly(st.integers(0, 1)), draw(st.booleans())))
-            c_out = c_in
-        elif kind is Subsample:
-            before, after = mostly(st.integers(0, 2)), mostly(st.integers(0, 2))
-            ops.append(Subsample(source, target, mostly(st.integers(1, 2)), before, after))
-            c_out = c_in + before + after
-        else:
-            switches = [gate for gate, size in gates.items() if size == 1]
-            ops.append(Skip(source, target, mostly(st.sampled_from(switches or [0])), mostly(st.just(1))))
-            ops.append(Conv(source, target, weight(c_in, c_in, 1, 1), weight(c_in), relu=True, residual=source))
-            c_out = c_in
-        channels[target] = min(max(c_out, 1), 99)
-    ops.append(Output(mostly(st.sampled_from(list(channels)))))
-    return Program(in_channels, ops, num_maps=4, num_gates=3)
+@pytest.mark.parametrize('ops', [
+    # A map with its padding: more than 2^64 bytes
+    [Subsample(0, 1, 1, 2**20 - 1, 0), constant_gate(0, 1, torch.ones(1)),
+     Conv(1, 2, torch.zeros(1, 2**20, 3, 3), torch.zeros(1), dilation=2**20 - 1, padding=2**20 - 1, gate_out=0)],
+    # A map
+    [constant_gate(0, 1, torch.ones(2**20)),
+     Conv(0, 1, torch.zeros(2**20, 1, 1, 1), torch.zeros(2**20), padding=4000, gate_out=0)],
+    # Maps together
+    [Subsample(0, 1, 1, 2**20 - 1, 0), *(Pool(i, i + 1, False, 1, 1, 0, False) for i in range(1, 2**15))],
+])
+def test_more_memory_than_there_can_be_is_refused(ops):
+    with pytest.raises(MemoryError, match='1099511627776 bytes or more for 1 samples'):
+        NativeRunner(Program(1, ops, num_maps=2**15 + 1, num_gates=1))(torch.zeros(1, 1, 1, 2))
 
 
-@examples(300)
-@given(program=programs(), height=st.integers(1, 9), width=st.integers(1, 9), threads=st.sampled_from([1, 1, 2]))
-def test_any_program_runs_or_is_refused(program, height, width, threads):
-    x = torch.randn(2, program.in_channels, height, width, generator=torch.Generator().manual_seed(0))
-    try:
-        NativeRunner(program)(x)
-    except ValueError as error:
-        event(f'refused: {" ".join(str(error).split()[2:5])}')
-    else:
-        event('runs')
+def test_images_beyond_a_c_int_are_refused():
+    with pytest.raises(ValueError, match='images of 2147483647 x 1'):
+        NativeRunner(Program(1, [Output(0)]))(torch.zeros(0, 1, 2**32 + 1, 1))
+
+
+FEATURES: dict = {
+    'gated convolution': lambda op: isinstance(op, Conv) and op.gate_in is not None,
+    'shortcut': lambda op: isinstance(op, Conv) and op.residual is not None,
+    'pool': lambda op: isinstance(op, Pool),
+    'subsample': lambda op: isinstance(op, Subsample),
+    'skip': lambda op: isinstance(op, Skip),
+}
+
+
+def test_any_program_runs_or_is_refused():
+    seen: Counter = Counter()
+
+    @examples(300)
+    @given(program=programs(), height=st.integers(1, 12), width=st.integers(1, 12), threads=st.sampled_from([1, 1, 2]))
+    def run(program, height, width, threads):
+        seen['all'] += 1
+        x = torch.randn(2, program.in_channels, height, width, generator=torch.Generator().manual_seed(0))
+        try:
+            NativeRunner(program)(x)
+        except (ValueError, MemoryError) as error:
+            event(f'refused: {" ".join(str(error).split()[2:5])}')
+            return
+        seen.update(['runs', *(name for name, has in FEATURES.items() if any(map(has, program.ops)))])
         expected, = SlicedRunner(program)(x)
         run_everywhere(program, x, expected, threads)
+
+    run()
+    # Most run, but not all, and of those that do, many have what is hard to run.
+    assert 0.6 <= seen['runs'] / seen['all'] <= 0.9, seen
+    assert all(seen[name] >= 0.15 * seen['runs'] for name in FEATURES), seen

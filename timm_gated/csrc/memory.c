@@ -13,6 +13,8 @@
 void *allocate(size_t bytes) {
     size_t alignment = bytes >= 2 * LARGE_PAGE ? LARGE_PAGE : 64;
     void *memory = NULL;
+    if (bytes >= MAX_MEMORY)
+        return NULL;
 #if defined(_WIN32)
     memory = _aligned_malloc(bytes, alignment);
 #else

@@ -6,8 +6,6 @@
 
 #include "network.h"
 
-#define MAX_SIZE (1 << 20)  /* of channels and the like */
-
 static _Thread_local char message[256];
 
 /* To be raised with any change of what is called from Python, which checks it. */
@@ -201,7 +199,7 @@ API int tg_add_gate(
 
 /* Max pooling, or average pooling without counting its padding. */
 API int tg_add_pool(network_t *network, int average, int in, int out, int kernel, int stride, int padding, int ceil_mode) {
-    if (kernel < 1 || kernel > 64 || stride < 1 || stride > 64 || padding < 0 || 2 * padding > kernel)
+    if (kernel < 1 || kernel > 64 || stride < 1 || stride > 64 || padding < 0 || padding > kernel / 2)
         return fail("a pooling of kernel %d, stride %d, padding %d", kernel, stride, padding);
     op_t *op = add(network, average ? AVG_POOL : MAX_POOL, in, out);
     if (!op)
@@ -237,7 +235,6 @@ API int tg_add_skip(network_t *network, int in, int out, int gate, int count) {
     op_t *op = add(network, SKIP, in, out);
     if (!op)
         return -1;
-    op->kernel = op->stride = op->dilation = 1;
     op->gate_out = gate;
     op->count = count;
     network->num_ops++;

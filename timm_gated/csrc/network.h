@@ -13,6 +13,14 @@
 /* Floats of maps that a step works on at a time, to stay in a core's second-level cache. */
 #define CACHED_FLOATS (1 << 16)
 
+#define MAX_SIZE (1 << 20)  /* of channels and the like */
+
+/* Sizes of memory, in bytes or in floats, stop at this instead of wrapping, and memory of such a size is refused. */
+#define MAX_MEMORY ((size_t)1 << 40)
+_Static_assert(sizeof(size_t) == 8, "sizes of memory are counted in 64 bits");
+
+INLINE size_t times(size_t count, size_t size) { return count < MAX_MEMORY / size ? count * size : MAX_MEMORY; }
+
 typedef enum { CONV, MAX_POOL, AVG_POOL, SUBSAMPLE, GATE, SKIP, OUTPUT } kind_t;
 
 typedef struct {
@@ -91,9 +99,9 @@ typedef struct {
     int height, width;
     int num_steps;
     step_t *steps;
-    ptrdiff_t *buffer_floats;
-    ptrdiff_t scratch_floats;  /* shared by the threads of a sample */
-    ptrdiff_t thread_floats;   /* of scratch for each thread */
+    size_t *buffer_floats;
+    size_t scratch_floats;  /* shared by the threads of a sample */
+    size_t thread_floats;   /* of scratch for each thread */
     int max_channels, max_hidden;
 } plan_t;
 
@@ -126,7 +134,7 @@ typedef struct {
 /* Note what is wrong, for the caller; returns -1. */
 int fail(const char *format, ...);
 
-/* Memory, aligned and zeroed, or NULL. */
+/* Memory, aligned and zeroed, or NULL; of MAX_MEMORY there is none. */
 void *allocate(size_t bytes);
 void release(void *memory);
 

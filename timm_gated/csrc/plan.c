@@ -16,6 +16,7 @@
 static int max(int a, int b) { return a > b ? a : b; }
 static int min(int a, int b) { return a < b ? a : b; }
 static ptrdiff_t round_up(ptrdiff_t value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+static void at_least(size_t *size, size_t floats) { *size = *size > floats ? *size : floats; }
 static int greatest_common_divisor(int a, int b) { return b ? greatest_common_divisor(b, a % b) : a; }
 
 /* Floats from one plane to the next, so that whole vectors fit and planes do not share the sets of a cache. */
@@ -112,11 +113,10 @@ static int plan_direct(plan_t *plan, const op_t *op, step_t *step) {
         }
     int chunk = min(max(CACHED_FLOATS / op->c_in, 256), 2048);
     step->chunk_rows = max(1, min(step->out.height, chunk / step->pitch));
-    ptrdiff_t scratch = op->c_in * step->phase_plane * step->phases * step->phases;
-    ptrdiff_t sums = plan->network->kernels->row_block
-        * round_up((ptrdiff_t)step->chunk_rows * step->pitch, MAX_LANES);
-    plan->scratch_floats = scratch > plan->scratch_floats ? scratch : plan->scratch_floats;
-    plan->thread_floats = sums > plan->thread_floats ? sums : plan->thread_floats;
+    size_t planes = (size_t)op->c_in * step->phases * step->phases;
+    size_t sums = (size_t)round_up((ptrdiff_t)step->chunk_rows * step->pitch, MAX_LANES);
+    at_least(&plan->scratch_floats, times(planes, (size_t)step->phase_plane));
+    at_least(&plan->thread_floats, times(plan->network->kernels->row_block, sums));
     return 0;
 }
 
@@ -133,10 +133,8 @@ static int plan_winograd(plan_t *plan, op_t *op, step_t *step, int size) {
     ptrdiff_t floats = (ptrdiff_t)step->block * kernels->lanes;
     step->v_point = plane_floats(op->c_in * floats) + MAX_LANES;
     step->m_point = plane_floats(op->c_out * floats) + MAX_LANES;
-    ptrdiff_t scratch = tiling->points * (step->v_point + step->m_point);
-    ptrdiff_t padded = (round_up(step->out.height, size) + 2) * (ptrdiff_t)tiling->pitch;
-    plan->scratch_floats = scratch > plan->scratch_floats ? scratch : plan->scratch_floats;
-    plan->thread_floats = padded > plan->thread_floats ? padded : plan->thread_floats;
+    at_least(&plan->scratch_floats, times(tiling->points, (size_t)(step->v_point + step->m_point)));
+    at_least(&plan->thread_floats, times((size_t)round_up(step->out.height, size) + 2, tiling->pitch));
     return transform_weights(plan->network, op, size);
 }
 
@@ -200,7 +198,7 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     step->in = step->out = *in;
     plan->max_hidden = max(plan->max_hidden, op->hidden);
     plan->max_channels = max(plan->max_channels, op->c_out);
-    if (op->kind == GATE || op->kind == OUTPUT)
+    if (op->kind == GATE || op->kind == OUTPUT || op->kind == SKIP)
         return 0;
 
     shape_t *out = &step->out;
@@ -210,6 +208,8 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
         return fail("images of %d x %d are too small: a map of %d x %d is left for a kernel of %d",
                     plan->height, plan->width, in->height, in->width, op->kernel);
     out->channels = op->kind == CONV ? op->c_out : in->channels + op->before + op->after;
+    if (out->channels > MAX_SIZE)
+        return fail("a map of %d channels, of which there may be %d", out->channels, MAX_SIZE);
     plan->max_channels = max(plan->max_channels, out->channels);
     ptrdiff_t pixels = (ptrdiff_t)out->height * out->width;
     if (pixels > MAX_PIXELS)
@@ -224,11 +224,8 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     }
     walk->shapes[op->out] = *out;
     walk->gates[op->out] = op->kind == CONV ? op->gate_out : -1;
-    ptrdiff_t floats = out->channels * out->plane;
-    if (floats > plan->buffer_floats[op->out])
-        plan->buffer_floats[op->out] = floats;
-    if (in->width > plan->thread_floats)  /* a row, for pooling */
-        plan->thread_floats = in->width;
+    at_least(&plan->buffer_floats[op->out], times(out->channels, (size_t)out->plane));
+    at_least(&plan->thread_floats, in->width);  /* a row, for pooling */
     return op->kind == CONV ? plan_conv(plan, op, step) : 0;
 }
 
@@ -245,6 +242,13 @@ static int check_skip(const network_t *network, int index) {
         return fail("a skip from buffer %d to %d of convolutions into %d that add %d %s a ReLU",
                     skip->in, skip->out, last->out, last->residual, last->relu ? "before" : "without");
     return 0;
+}
+
+/* Of what a skip may have left out, only its last map is there afterwards. */
+static void forget_skipped(walk_t *walk, const op_t *skip) {
+    for (int i = 1; i < skip->count; i++)
+        if (skip[i].out != skip->out)
+            walk->shapes[skip[i].out].channels = 0;
 }
 
 /* A plan for images of one size; not safe to call from two threads for one network. */
@@ -271,13 +275,19 @@ API plan_t *tg_plan_new(network_t *network, int height, int width) {
     } else {
         ptrdiff_t plane = plane_floats((ptrdiff_t)height * width);
         walk.shapes[0] = (shape_t){network->in_channels, height, width, plane};
-        plan->buffer_floats[0] = network->in_channels * plane;
+        plan->buffer_floats[0] = times(network->in_channels, (size_t)plane);
         plan->max_channels = network->in_channels;
         for (int i = 0; i < network->num_buffers; i++)
             walk.gates[i] = -1;
-        for (int i = 0; i < network->num_ops && !failed; i++)
-            failed = (network->ops[i].kind == SKIP && check_skip(network, i) != 0)
-                || plan_step(plan, &walk, &network->ops[i], &plan->steps[i]) != 0;
+        const op_t *skip = NULL;
+        for (int i = 0; i < network->num_ops && !failed; i++) {
+            op_t *op = &network->ops[i];
+            if (op->kind == SKIP)
+                skip = op;
+            failed = (op == skip && check_skip(network, i) != 0) || plan_step(plan, &walk, op, &plan->steps[i]) != 0;
+            if (skip && op == skip + skip->count)
+                forget_skipped(&walk, skip);
+        }
     }
     free(walk.shapes);
     free(walk.gates);
@@ -302,15 +312,15 @@ API int tg_plan_output(const plan_t *plan, int index, int size[3]) {
 
 /* Take the next part of a block of memory, or only count it while there is none yet. AddressSanitizer gets a gap that
  * it watches after each part. */
-static void *take(char *memory, size_t *used, size_t bytes) {
+static void *take(char *memory, size_t *used, size_t count, size_t size) {
     char *part = memory ? memory + *used : NULL;
-    size_t size = (bytes + 63) / 64 * 64;
+    size_t bytes = times(count, size), whole = (bytes + 63) / 64 * 64;
 #if defined(__SANITIZE_ADDRESS__)
     if (part)
-        ASAN_POISON_MEMORY_REGION(part + bytes, size + 256 - bytes);
-    size += 256;
+        ASAN_POISON_MEMORY_REGION(part + bytes, whole + 256 - bytes);
+    whole += 256;
 #endif
-    *used += size;
+    *used = times(*used + whole, 1);
     return part;
 }
 
@@ -318,22 +328,22 @@ static size_t lay_out(workspace_t *workspace, char *memory) {
     const plan_t *plan = workspace->plan;
     const network_t *network = plan->network;
     size_t used = 0, channels = (size_t)plan->max_channels;
-    sample_t *samples = take(memory, &used, workspace->num_samples * sizeof *samples);
-    thread_t *threads = take(memory, &used, workspace->num_threads * sizeof *threads);
+    sample_t *samples = take(memory, &used, workspace->num_samples, sizeof *samples);
+    thread_t *threads = take(memory, &used, workspace->num_threads, sizeof *threads);
     for (int s = 0; s < workspace->num_samples; s++) {
         sample_t sample;
-        sample.buffers = take(memory, &used, network->num_buffers * sizeof *sample.buffers);
-        sample.open = take(memory, &used, (network->num_gates + 1) * sizeof *sample.open);
-        sample.num_open = take(memory, &used, (network->num_gates + 1) * sizeof *sample.num_open);
-        sample.pooled = take(memory, &used, channels * sizeof *sample.pooled);
-        sample.scratch = take(memory, &used, (size_t)plan->scratch_floats * sizeof *sample.scratch);
+        sample.buffers = take(memory, &used, network->num_buffers, sizeof *sample.buffers);
+        sample.open = take(memory, &used, network->num_gates + 1, sizeof *sample.open);
+        sample.num_open = take(memory, &used, network->num_gates + 1, sizeof *sample.num_open);
+        sample.pooled = take(memory, &used, channels, sizeof *sample.pooled);
+        sample.scratch = take(memory, &used, plan->scratch_floats, sizeof *sample.scratch);
         for (int i = 0; i < network->num_buffers; i++) {
-            float *buffer = take(memory, &used, (size_t)plan->buffer_floats[i] * sizeof *buffer);
+            float *buffer = take(memory, &used, plan->buffer_floats[i], sizeof *buffer);
             if (memory)
                 sample.buffers[i] = buffer;
         }
         for (int i = 0; i < network->num_gates; i++) {
-            int32_t *open = take(memory, &used, (size_t)network->gate_sizes[i] * sizeof *open);
+            int32_t *open = take(memory, &used, (size_t)network->gate_sizes[i], sizeof *open);
             if (memory)
                 sample.open[i] = open;
         }
@@ -342,11 +352,11 @@ static size_t lay_out(workspace_t *workspace, char *memory) {
     }
     for (int t = 0; t < workspace->num_threads; t++) {
         thread_t thread;
-        thread.plane = take(memory, &used, (size_t)plan->thread_floats * sizeof *thread.plane);
-        thread.bias = take(memory, &used, channels * sizeof *thread.bias);
-        thread.logits = take(memory, &used, (channels + (size_t)plan->max_hidden) * sizeof *thread.logits);
-        thread.rows = take(memory, &used, channels * sizeof *thread.rows);
-        thread.columns = take(memory, &used, channels * sizeof *thread.columns);
+        thread.plane = take(memory, &used, plan->thread_floats, sizeof *thread.plane);
+        thread.bias = take(memory, &used, channels, sizeof *thread.bias);
+        thread.logits = take(memory, &used, channels + (size_t)plan->max_hidden, sizeof *thread.logits);
+        thread.rows = take(memory, &used, channels, sizeof *thread.rows);
+        thread.columns = take(memory, &used, channels, sizeof *thread.columns);
         if (memory)
             threads[t] = thread;
     }
@@ -369,18 +379,20 @@ API void tg_workspace_free(workspace_t *workspace) {
 /* Memory for a plan: for so many samples at a time, and so many threads. Not for two calls at once. */
 API workspace_t *tg_workspace_new(const plan_t *plan, int num_samples, int num_threads) {
     workspace_t *workspace = num_samples > 0 && num_threads > 0 ? calloc(1, sizeof *workspace) : NULL;
+    size_t bytes = 0;
     if (workspace) {
         workspace->plan = plan;
         workspace->num_samples = num_samples;
         workspace->num_threads = num_threads;
-        workspace->bytes = lay_out(workspace, NULL);
-        workspace->memory = allocate(workspace->bytes);
+        workspace->bytes = bytes = lay_out(workspace, NULL);
+        workspace->memory = allocate(bytes);
         if (workspace->memory) {
             lay_out(workspace, workspace->memory);
             return workspace;
         }
     }
     free(workspace);
-    fail("out of memory for %d samples on %d threads", num_samples, num_threads);
+    fail("out of memory: %zu bytes%s for %d samples on %d threads", bytes, bytes == MAX_MEMORY ? " or more" : "",
+         num_samples, num_threads);
     return NULL;
 }

@@ -17,26 +17,35 @@ __all__ = ['NativeRunner', 'instruction_sets', 'why_not']
 
 _MAX_PLANS = 4  # sizes of images to keep memory for, the last ones used
 
+
+class _Int:
+    """A number for the library. One that is no C int goes as the nearest that is, which the library refuses as well."""
+
+    @staticmethod
+    def from_param(value: int) -> c_int:
+        return c_int(min(max(value, -2 ** 31), 2 ** 31 - 1))
+
+
 _VERSION = 2  # of the library's functions
 _SIGNATURES: Dict[str, Tuple[Any, List[Any]]] = {
     'tg_version': (c_int, []),
     'tg_error': (c_char_p, []),
-    'tg_isa': (c_char_p, [c_int]),
-    'tg_network_new': (c_void_p, [c_char_p, c_int, c_int, c_int]),
+    'tg_isa': (c_char_p, [_Int]),
+    'tg_network_new': (c_void_p, [c_char_p, _Int, _Int, _Int]),
     'tg_network_free': (None, [c_void_p]),
-    'tg_add_conv': (c_int, [c_void_p, *[c_int] * 12, c_void_p, c_void_p]),
-    'tg_add_gate': (c_int, [c_void_p, *[c_int] * 5, *[c_void_p] * 4]),
-    'tg_add_pool': (c_int, [c_void_p, *[c_int] * 7]),
-    'tg_add_subsample': (c_int, [c_void_p, *[c_int] * 5]),
-    'tg_add_skip': (c_int, [c_void_p, *[c_int] * 4]),
-    'tg_add_output': (c_int, [c_void_p, c_int]),
+    'tg_add_conv': (c_int, [c_void_p, *[_Int] * 12, c_void_p, c_void_p]),
+    'tg_add_gate': (c_int, [c_void_p, *[_Int] * 5, *[c_void_p] * 4]),
+    'tg_add_pool': (c_int, [c_void_p, *[_Int] * 7]),
+    'tg_add_subsample': (c_int, [c_void_p, *[_Int] * 5]),
+    'tg_add_skip': (c_int, [c_void_p, *[_Int] * 4]),
+    'tg_add_output': (c_int, [c_void_p, _Int]),
     'tg_transformed_bytes': (c_size_t, [c_void_p]),
-    'tg_plan_new': (c_void_p, [c_void_p, c_int, c_int]),
+    'tg_plan_new': (c_void_p, [c_void_p, _Int, _Int]),
     'tg_plan_free': (None, [c_void_p]),
-    'tg_plan_output': (c_int, [c_void_p, c_int, POINTER(c_int)]),
-    'tg_workspace_new': (c_void_p, [c_void_p, c_int, c_int]),
+    'tg_plan_output': (c_int, [c_void_p, _Int, POINTER(c_int)]),
+    'tg_workspace_new': (c_void_p, [c_void_p, _Int, _Int]),
     'tg_workspace_free': (None, [c_void_p]),
-    'tg_run': (c_int, [c_void_p, c_void_p, c_int64, POINTER(c_void_p), c_int]),
+    'tg_run': (c_int, [c_void_p, c_void_p, c_int64, POINTER(c_void_p), _Int]),
 }
 
 
@@ -115,9 +124,8 @@ class _Plan:
     def run(self, images: torch.Tensor, threads: int) -> List[torch.Tensor]:
         library = _get()
         count = images.shape[0]
-        results = [torch.empty(count, *size, dtype=torch.float32, device='cpu') for size in self.outputs]
         if count == 0:
-            return results
+            return self._results(0)
         # Memory is kept for the next call; a second call at the same time gets its own.
         idle = self._idle.setdefault(threads, [])
         try:
@@ -128,11 +136,15 @@ class _Plan:
             samples = min(count, threads)
             workspace = _Handle(
                 library.tg_workspace_new(self.handle.pointer, samples, threads), library.tg_workspace_free, self.handle)
+        results = self._results(count)
         pointers = (c_void_p * len(results))(*(result.data_ptr() for result in results))
         status = library.tg_run(workspace.pointer, images.data_ptr(), count, pointers, len(results))
         idle.append((samples, workspace))
         _check(None, status != 0)
         return results
+
+    def _results(self, count: int) -> List[torch.Tensor]:
+        return [torch.empty(count, *size, dtype=torch.float32, device='cpu') for size in self.outputs]
 
 
 class NativeRunner:
@@ -163,8 +175,8 @@ class NativeRunner:
     def _add(self, op: Op) -> int:
         library, network = _get(), self._network.pointer
 
-        def number(value: Optional[int]) -> int:
-            return -1 if value is None else value
+        def number(value: Optional[int]) -> int:  # -1 says that there is none, so a negative one goes as another
+            return -1 if value is None else value if value >= 0 else -2
 
         if isinstance(op, Conv):
             c_out, c_in, kernel = op.weight.shape[:3]
