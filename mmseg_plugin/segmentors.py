@@ -44,8 +44,10 @@ class _GatedSegmentor(nn.Module):
         with full_precision(inputs):
             for loss in self.gate_losses:
                 losses[loss.loss_name] = loss(self)
-                # (a key without 'loss' in it: mmengine adds up all that have)
-                losses[f'weight_{loss.loss_name}'.replace('loss_', '')] = inputs.new_tensor(loss.loss_weight)
+                # A product, as of new_tensor(weight) the compiler would make a constant, and compile the graph anew
+                # whenever the weight moves. (The key has no 'loss' in it: mmengine adds up all that have.)
+                weight: Any = loss.loss_weight
+                losses[f'weight_{loss.loss_name}'.replace('loss_', '')] = weight * inputs.new_ones(())
         losses.update(gate_density(self))
         return losses
 

@@ -22,13 +22,18 @@ OPTIONS: Dict[str, Dict[str, Any]] = {
     'skipnet_resnet38': dict(stage='hybrid'),
 }
 SHAPE: Dict[str, Any] = dict(layers=(1, 1, 1), channels=(8, 8, 8), num_classes=4)
+# In float64 a graph that computes something else shows; what users have is inductor and float32. There the errors of
+# rounding come to 1e-6 after all steps, a tenth of assert_close's tolerance.
+CASES = [
+    *((name, 'aot_eager', torch.float64) for name in OPTIONS), ('gated_resnet20', 'inductor', torch.float32)]
 
 
 def train(task: ClassificationTask, model: nn.Module) -> List[torch.Tensor]:
     """Four epochs; the loss of each step and the outputs of each evaluation. What is to be compiled is in the first."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(0)
-    batches = torch.randn(12, 4, 3, 16, 16, generator=generator, dtype=torch.float64).unbind()
+    dtype = next(model.parameters()).dtype
+    batches = torch.randn(12, 4, 3, 16, 16, generator=generator, dtype=torch.float64).to(dtype).unbind()
     numbers = []
     for epoch in range(4):
         with torch._dynamo.config.patch(error_on_recompile=epoch > 0):
@@ -54,16 +59,18 @@ def train_epoch(task: ClassificationTask, optimizer: torch.optim.Optimizer, batc
     return numbers
 
 
-@pytest.mark.parametrize('name', OPTIONS)
-def test_compiled_training_is_the_eager_one(name):
+@pytest.mark.parametrize('name, backend, dtype', CASES)
+def test_compiled_training_is_the_eager_one(name, backend, dtype):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = timm.create_model(name, **SHAPE, **OPTIONS[name]).double()
+    model = timm.create_model(name, **SHAPE, **OPTIONS[name]).to(dtype)
     twin = copy.deepcopy(model)
     eager, compiled = (ClassificationTask(m, nn.CrossEntropyLoss(), verbose=False) for m in (model, twin))
-    compiled.trainable_module = torch.compile(twin, backend='aot_eager', fullgraph=True)
-    expected, found = train(eager, model), train(compiled, twin)
+    compiled.trainable_module = torch.compile(twin, backend=backend, fullgraph=True)
+    expected = train(eager, model)
+    with torch._inductor.config.patch(fallback_random=True):  # the noise of the eager training
+        found = train(compiled, twin)
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a.to(dtype), b.to(dtype))  # (a budget's loss is float64 always)
     for (key, a), b in zip(twin.state_dict().items(), model.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, msg=lambda message, key=key: f'{key}: {message}')
