@@ -12,8 +12,10 @@ from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from timm_gated import GateStatistics, count_macs, objectives
+from timm_gated import GateStatistics, count_macs, gates, objectives
 from timm_gated.gate import set_gate_noise
+from timm_gated.gaternet import HashingGate
+from timm_gated.skipnet import SkipGate
 
 MODELS = {
     'gated_resnet20': dict(
@@ -66,10 +68,16 @@ def train(name: str, rank: int) -> bool:
 GATHERING = {
     'gated_resnet20': dict(prior={'type': 'beta', 'learnable': True}, gamma_epochs='fixed', budget=0.3),
     'convnet_aig_resnet20': dict(),
+    'fbs_resnet20': dict(density=0.5),
+    'gaternet_resnet20': dict(),
+    'skipnet_resnet38': dict(stage='hybrid'),
 }
 TERMS = {
     'gated_resnet20': ['batch_shaping_loss', 'l0_loss', 'budget_loss'],
     'convnet_aig_resnet20': ['target_rate_loss'],
+    'fbs_resnet20': ['saliency_loss'],
+    'gaternet_resnet20': ['sparsity_loss'],
+    'skipnet_resnet38': ['reinforce_loss'],
 }
 SMALL = dict(layers=(2, 2, 2), channels=(4, 4, 4), num_classes=4)
 
@@ -90,6 +98,11 @@ def step(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, with_task: bo
     return result
 
 
+def straight_through(logits: torch.Tensor) -> torch.Tensor:
+    soft = torch.sigmoid(logits)
+    return (logits > 0).to(soft.dtype) + (soft - soft.detach())
+
+
 def check_gathering(name: str, sizes: Tuple[int, int], rank: int) -> None:
     """Values and gradients of two processes are those of one process with the batches of both.
 
@@ -102,6 +115,9 @@ def check_gathering(name: str, sizes: Tuple[int, int], rank: int) -> None:
         if isinstance(module, _BatchNorm):
             module.eval()
     set_gate_noise(one, 0.)
+    for _, gate in gates(one):
+        if isinstance(gate, (HashingGate, SkipGate)):
+            gate.sample = straight_through
     own, both = copy.deepcopy(one), timm.create_model(name, gather_gates=True, **SMALL, **GATHERING[name])
     two = copy.deepcopy(one)
     for objective, option in zip(objectives(two), objectives(both), strict=True):

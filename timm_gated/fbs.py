@@ -226,7 +226,7 @@ class Suppression(Objective):
         _set_density(model, self.density_at(epoch))
 
     def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
-        saliencies = torch.relu(gate_scores(model))
+        saliencies = self.gathered(torch.relu(gate_scores(model)))
         return {'saliency_loss': Term(saliencies.sum(1).mean(), self.saliency_weight, 'saliency_weight')}
 
 

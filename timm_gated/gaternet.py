@@ -217,7 +217,7 @@ class GateSparsity(Objective):
         return f'sparsity_weight={self.sparsity_weight}'
 
     def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
-        masks = torch.cat(list(gate_masks(model).values()), dim=1)
+        masks = self.gathered(torch.cat(list(gate_masks(model).values()), dim=1))
         return {'sparsity_loss': Term(masks.abs().mean(), self.sparsity_weight, 'sparsity_weight')}
 
 

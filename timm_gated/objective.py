@@ -46,8 +46,8 @@ class Objective(nn.Module):
     """Base of the objectives: loss terms as a function of a model's last forward pass and the epoch.
 
     Attributes:
-        gather_gates: Losses that are no means over samples (batch shaping, target rates, budgets) are in training those
-            of the batch of all processes, instead of each process's own. The model option of that name sets it.
+        gather_gates: Losses are in training those of the batch of all processes, instead of each process's own. The
+            model option of that name sets it.
     """
 
     # Set by every call of train(), as training loops make one at the start of an epoch; cleared by the task.

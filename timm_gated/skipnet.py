@@ -197,7 +197,9 @@ class Skipping(Objective):
         logits = gate_logits(model)
         decisions = torch.cat([gate.decision for _, gate in gates(model) if gate.decision is not None], dim=1)
         losses = F.cross_entropy(step.output.to(logits.dtype), step.target, reduction='none')
-        loss = reinforce_loss(logits, decisions, losses, self.alpha, self.discount)
+        batch = self.gathered(torch.cat((logits, decisions, losses.detach()[:, None]), dim=1))
+        logits, decisions, losses = batch.split((logits.shape[1], decisions.shape[1], 1), dim=1)
+        loss = reinforce_loss(logits, decisions, losses[:, 0], self.alpha, self.discount)
         return {'reinforce_loss': Term(loss, self.rl_weight, 'rl_weight')}
 
 
