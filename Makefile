@@ -35,19 +35,22 @@ clean: ## remove the environments, caches and build products; output/ and data/ 
 	rm -rf .venv .venv-oldest .venv-alone build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/.installed: setup.py pyproject.toml timm_gated/version.py $(wildcard timm_gated/csrc/*)
+# What an environment is made anew for
+PACKAGE = setup.py pyproject.toml timm_gated/version.py $(wildcard timm_gated/csrc/*)
+
+.venv/.installed: $(PACKAGE)
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install $(PIP_FLAGS) --upgrade pip
 	.venv/bin/python -m pip install $(PIP_FLAGS) -e '.[all]'
 	touch $@
 
-.venv-oldest/.installed: setup.py tests/oldest.txt
+.venv-oldest/.installed: $(PACKAGE) tests/oldest.txt
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install $(PIP_FLAGS) --upgrade pip
 	.venv-oldest/bin/python -m pip install $(PIP_FLAGS) -c tests/oldest.txt -e '.[all]'
 	touch $@
 
-.venv-alone/.installed: setup.py
+.venv-alone/.installed: $(PACKAGE)
 	$(PYTHON) -m venv .venv-alone
 	.venv-alone/bin/python -m pip install $(PIP_FLAGS) --upgrade pip
 	.venv-alone/bin/python -m pip install $(PIP_FLAGS) -e '.[analysis,bench,dev]'
