@@ -25,7 +25,7 @@ from .precision import autocasts, full_precision
 
 __all__ = [
     'ChannelGate', 'Gate', 'GatePool', 'Gating', 'apply_gate', 'binary_concrete', 'force_gates', 'gates',
-    'set_gate_noise', 'two_layers',
+    'is_exporting', 'set_gate_noise', 'two_layers',
 ]
 
 
@@ -62,6 +62,12 @@ def two_layers(x: torch.Tensor, fc1: nn.Module, bn: nn.Module, fc2: nn.Module) -
     else:
         x = bn(x)
     return fc2(F.relu(x))
+
+
+@torch.compiler.assume_constant_result
+def is_exporting() -> bool:
+    """Whether this is an export. (A function to be called, not traced: torch 2.9 takes any compilation for one.)"""
+    return torch.compiler.is_exporting()
 
 
 class Gating(nn.Module):
@@ -165,7 +171,7 @@ class Gate(Gating):
             mask = self.sample(logits)
         else:
             mask = self.decide(logits)
-        if not torch.compiler.is_exporting():  # an exported graph has no modules to keep state on
+        if not is_exporting():  # an exported graph has no modules to keep state on
             self.logits, self.mask = logits, mask
         weights = self.weigh(mask, logits)
         return F.pad(weights, (0, self.num_ungated), value=1.) if self.num_ungated else weights

@@ -22,7 +22,7 @@ from timm.models import generate_default_cfgs, register_model, register_notrace_
 from .blocks import GatedBasicBlock, GatedBottleneck
 from .checks import check_number
 from .cifar_resnet import cifar_cfg
-from .gate import Gate, Gating, gates, two_layers
+from .gate import Gate, Gating, gates, is_exporting, two_layers
 from .gated_cifar_resnet import GatedCifarResNet, create_gated_cifar_resnet
 from .gated_net import GatedNet
 from .gated_resnet import GatedResNet, create_gated_resnet, imagenet_cfg
@@ -78,7 +78,7 @@ class HashingGate(Gate):
         logits = self.received
         if logits is None or logits.shape[0] != x.shape[0]:
             raise RuntimeError('this gate was told nothing about its input: the gater has to read the images first.')
-        if torch.compiler.is_exporting():  # which leaves a module as it was
+        if is_exporting():  # which leaves a module as it was
             self.received = None
         return logits
 
