@@ -44,6 +44,10 @@ ONE_EACH = sorted({family(name): name for name in SMALL}.values())  # and one of
 TINY = {name: dict(layers=(1, 1, 1, 1) if is_imagenet(name) else (1, 1, 1)) for name in SMALL}
 
 
+def images(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
 def dense_twin(name: str, **kwargs) -> nn.Module:
     """The model without gates."""
     if is_imagenet(name):

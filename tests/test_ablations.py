@@ -3,6 +3,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
+from nets import images
 from timm.task import ClassificationTask
 
 from timm_gated import accelerate, count_macs, force_gates, gates
@@ -11,10 +12,6 @@ from timm_gated.losses import batch_shaping_loss
 from timm_gated.objective import gate_prior
 from timm_gated.priors import Beta, Mixture
 from timm_gated.pruning import keep_used_filters
-
-
-def images(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize('name, kwargs', [

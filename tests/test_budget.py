@@ -5,7 +5,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
-from nets import shuffle
+from nets import images, shuffle
 from sklearn.datasets import load_digits
 from timm.task import ClassificationTask
 
@@ -23,10 +23,6 @@ from timm_gated import (
 from timm_gated.objective import gate_masks
 
 SMALL = dict(layers=(1, 1, 1), channels=(8, 8, 8))
-
-
-def images(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def test_formula_by_hand():

@@ -3,7 +3,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
-from nets import SMALL, TINY, dense_twin, family, shuffle
+from nets import SMALL, TINY, dense_twin, family, images, shuffle
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
 
@@ -12,10 +12,6 @@ from timm_gated.convnet_aig import AigBasicBlock, AigBottleneck, AigGate
 
 AIG = [name for name in SMALL if family(name) == 'convnet_aig']
 HIDDEN = 16
-
-
-def images(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 # The gate

@@ -3,16 +3,13 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
+from nets import images
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
 
 from timm_gated import ChannelGate, MacBudget, accelerate, count_macs, force_gates, gates, objectives, prune_static
 
 THIN = dict(num_classes=4, channels=(8, 8, 16, 16))
-
-
-def images(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def create(name: str = 'dgnet_resnet18', **kwargs) -> nn.Module:

@@ -5,7 +5,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
-from nets import SMALL, TINY, dense_twin, family, shuffle, without_gates
+from nets import SMALL, TINY, dense_twin, family, images, shuffle, without_gates
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -15,10 +15,6 @@ from timm_gated.fbs import FbsBasicBlock, SaliencyGate, Suppression, boost, winn
 
 FBS = [name for name in SMALL if family(name) == 'fbs']
 THIN = dict(layers=(1, 1, 1), channels=(8, 8, 8))
-
-
-def images(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def densities(model: nn.Module) -> set:

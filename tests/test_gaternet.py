@@ -5,7 +5,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
-from nets import SMALL, TINY, dense_twin, family, shuffle
+from nets import SMALL, TINY, dense_twin, family, images, shuffle
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
 from torch.nn.functional import cross_entropy
@@ -15,10 +15,6 @@ from timm_gated.gaternet import HashingGate, semantic_hashing
 
 GATER = [name for name in SMALL if family(name) == 'gaternet']
 THIN = dict(layers=(1, 1, 1), channels=(8, 8, 8))
-
-
-def images(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def create(name: str = 'gaternet_resnet20', **kwargs) -> nn.Module:

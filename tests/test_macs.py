@@ -10,7 +10,7 @@ import torch.nn as nn
 from fvcore.nn import FlopCountAnalysis
 from hypothesis import given
 from hypothesis import strategies as st
-from nets import NOT_BIG, SMALL, TINY, shuffle
+from nets import NOT_BIG, SMALL, TINY, images, shuffle
 from strategies import decisions, examples, sizes
 
 from timm_gated import (
@@ -29,10 +29,6 @@ HIDDEN = 16
 
 def gate_macs(in_channels: int, num_gates: int) -> int:
     return in_channels * HIDDEN + HIDDEN * num_gates
-
-
-def images(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 # By hand

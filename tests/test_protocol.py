@@ -5,6 +5,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
+from nets import images
 from timm.models.resnet import BasicBlock
 from timm.task import ClassificationTask
 
@@ -99,10 +100,6 @@ class Gater(Gating):
     def forward(self, x):
         self.logits = self.net(x)
         return x
-
-
-def images(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def saliency_block() -> GatedBasicBlock:

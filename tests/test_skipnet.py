@@ -7,7 +7,7 @@ import timm
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from nets import SMALL, TINY, dense_twin, family, gate_loss, shuffle
+from nets import SMALL, TINY, dense_twin, family, gate_loss, images, shuffle
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
 
@@ -29,10 +29,6 @@ from timm_gated.skipnet import SkipBasicBlock, SkipBottleneck
 
 SKIPNETS = [name for name in SMALL if family(name) == 'skipnet']
 THIN = dict(layers=(2, 2, 2), channels=(8, 8, 8), num_classes=4)
-
-
-def images(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def create(name: str = 'skipnet_resnet38', **kwargs) -> nn.Module:
