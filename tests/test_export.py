@@ -1,4 +1,5 @@
 """ONNX files and torch.export programs of gated, pruned and specialised networks give torch's outputs"""
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,17 @@ def test_channels_are_those_of_the_network(tmp_path):
     net = timm.create_model('gated_resnet20', in_chans=1, layers=(1, 1, 1)).eval()
     session = onnxruntime.InferenceSession(export_onnx(net, tmp_path / 'net.onnx'))
     assert session.get_inputs()[0].shape[1:] == [1, 32, 32]
+
+
+def test_half_precision(networks, tmp_path):
+    net = copy.deepcopy(networks['gated']).half()
+    session = onnxruntime.InferenceSession(export_onnx(net, tmp_path / 'half.onnx', (3, 8, 8)))
+    x = images(3)
+    actual, = session.run(None, {'images': x.half().numpy()})
+    torch.testing.assert_close(torch.from_numpy(actual).float(), networks['gated'](x), atol=0.05, rtol=0.05)
+    with pytest.raises(ValueError, match='Export model.float'):
+        export_onnx(net.bfloat16(), tmp_path / 'bfloat16.onnx', (3, 8, 8))
+    assert [path.name for path in tmp_path.iterdir()] == ['half.onnx']
 
 
 def test_a_failure_leaves_nothing(networks, tmp_path, monkeypatch):

@@ -35,6 +35,10 @@ def export_onnx(
         opset: Version of ONNX's operators.
     """
     model, images = _prepare(model, input_size)
+    if images.dtype is torch.bfloat16:
+        raise ValueError(
+            'torch writes a network in bfloat16 with float32 among its types, which ONNX does not allow. Export '
+            'model.float() or model.half() instead.')
     with torch.no_grad():
         outputs = model(images)
     names = ['logits'] if isinstance(outputs, torch.Tensor) else [f'features{i}' for i in range(len(outputs))]
