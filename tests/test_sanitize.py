@@ -1,0 +1,13 @@
+"""The kernels under AddressSanitizer and UBSan: here with random programs; `make sanitize` has whole networks as well"""
+import subprocess
+import sys
+from pathlib import Path
+
+TOOL = Path(__file__).parents[1] / 'tools' / 'sanitize_kernels.py'
+
+
+def test_kernels():
+    done = subprocess.run(
+        [sys.executable, TOOL, '-k', 'test_kernels'], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert ' passed' in done.stdout
