@@ -28,6 +28,8 @@ class _GateLoss(nn.Module):
         loss_name: Its key in the log, which must contain 'loss' to be part of the total.
     """
 
+    gather_gates: bool = False
+
     def __init__(self, loss_weight: float, loss_name: str) -> None:
         super().__init__()
         self.loss_weight = check_number(loss_weight, 'loss_weight', minimum=0)

@@ -48,7 +48,8 @@ class _GatedSegmentor(nn.Module):
                 # whenever the weight moves. (The key has no 'loss' in it: mmengine adds up all that have.)
                 weight: Any = loss.loss_weight
                 losses[f'weight_{loss.loss_name}'.replace('loss_', '')] = weight * inputs.new_ones(())
-        losses.update(gate_density(self))
+        gather = self.training and any(loss.gather_gates for loss in self.gate_losses)
+        losses.update(gate_density(self, gather))
         return losses
 
     def predict(self, inputs: torch.Tensor, data_samples: Any = None) -> List[Any]:

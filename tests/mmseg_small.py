@@ -1,7 +1,11 @@
 """A small version of the paper's segmentation experiment, for the tests of mmseg's machinery"""
 from pathlib import Path
+from typing import Any, Dict, List
 
 import numpy as np
+import torch
+from mmengine.structures import PixelData
+from mmseg.structures import SegDataSample
 from PIL import Image
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +34,29 @@ custom_hooks = [
     dict(type='GateStatisticsHook'),
     dict(type='GateLossScheduleHook', loss_name='loss_batch_shaping', schedule='linear_anneal', begin=0, end=4)]
 """
+
+# The least that has gates and both of their losses.
+TINY: Dict[str, Any] = dict(
+    type='GatedEncoderDecoder',
+    backbone=dict(
+        type='TIMMBackbone', model_name='gated_resnet20', features_only=True, pretrained=False, out_indices=(1, 2, 3),
+        layers=(1, 1, 1), channels=(8, 8, 8)),
+    decode_head=dict(
+        type='FCNHead', in_channels=8, in_index=2, channels=8, num_convs=0, concat_input=False, dropout_ratio=0.,
+        num_classes=5, loss_decode=dict(type='CrossEntropyLoss')),
+    gate_losses=[dict(type='BatchShapingLoss', loss_weight=0.2), dict(type='L0Loss', loss_weight=0.1)])
+
+
+def tiny_samples(count: int) -> List[Dict[str, Any]]:
+    """Images and labels for it, as a data set gives them."""
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for _ in range(count):
+        labels = torch.randint(5, (1, 16, 16), generator=generator)
+        sample = SegDataSample(metainfo=dict(img_shape=(16, 16)), gt_sem_seg=PixelData(data=labels))
+        colour = 3 * torch.randn(3, 1, 1, generator=generator)  # so different that gates decide differently
+        samples.append(dict(inputs=torch.rand(3, 16, 16, generator=generator) + colour, data_samples=sample))
+    return samples
 
 
 def write_config(folder: Path) -> Path:

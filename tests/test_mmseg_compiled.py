@@ -10,24 +10,13 @@ import torch.nn as nn
 from mmengine.dataset import pseudo_collate
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
-from mmengine.structures import PixelData
 from mmseg.registry import MODELS
-from mmseg.structures import SegDataSample
+from mmseg_small import TINY, tiny_samples
 from torch.utils.data import DataLoader
 
 from timm_gated import ChannelGate
 
 STEPS = 6
-MODEL: Dict[str, Any] = dict(
-    type='GatedEncoderDecoder',
-    data_preprocessor=dict(type='mmseg.SegDataPreProcessor', size=(16, 16)),
-    backbone=dict(
-        type='TIMMBackbone', model_name='gated_resnet20', features_only=True, pretrained=False, out_indices=(1, 2, 3),
-        layers=(1, 1, 1), channels=(8, 8, 8)),
-    decode_head=dict(
-        type='FCNHead', in_channels=8, in_index=2, channels=8, num_convs=0, concat_input=False, dropout_ratio=0.,
-        num_classes=5, loss_decode=dict(type='CrossEntropyLoss')),
-    gate_losses=[dict(type='BatchShapingLoss', loss_weight=0.2), dict(type='L0Loss', loss_weight=0.1)])
 SCHEDULES = [
     dict(type='GateLossScheduleHook', loss_name='loss_batch_shaping', schedule='linear_anneal', begin=0, end=STEPS),
     dict(type='GateLossScheduleHook', loss_name='loss_l0', schedule='linear_warmup', begin=0, end=STEPS)]
@@ -47,21 +36,12 @@ class Watch(Hook):
         self.logged.append({name: float(value) for name, value in outputs.items()})
 
 
-def data() -> List[Dict[str, Any]]:
-    generator = torch.Generator().manual_seed(0)
-    samples = []
-    for _ in range(2 * STEPS):  # (mmengine rests for two seconds where an epoch ends)
-        labels = torch.randint(5, (1, 16, 16), generator=generator)
-        sample = SegDataSample(metainfo=dict(img_shape=(16, 16)), gt_sem_seg=PixelData(data=labels))
-        samples.append(dict(inputs=torch.rand(3, 16, 16, generator=generator), data_samples=sample))
-    return samples
-
-
 def train(model: nn.Module, folder: str, **cfg: Any) -> List[Dict[str, float]]:
     """By mmengine's runner, from the same first weights; what it logged."""
     watch = Watch()
+    samples = tiny_samples(2 * STEPS)  # (all different, as mmengine rests for two seconds where an epoch ends)
     runner = Runner(
-        model, folder, DataLoader(data(), batch_size=2, collate_fn=pseudo_collate),
+        model, folder, DataLoader(samples, batch_size=2, collate_fn=pseudo_collate),
         train_cfg=dict(by_epoch=False, max_iters=STEPS), optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.05)),
         custom_hooks=[*SCHEDULES, watch], default_scope='mmseg', experiment_name=str(cfg), cfg=cfg)
     torch.manual_seed(0)
@@ -72,7 +52,7 @@ def train(model: nn.Module, folder: str, **cfg: Any) -> List[Dict[str, float]]:
 
 def test_weights_of_gate_losses_move_in_a_compiled_training(tmp_path):
     torch._dynamo.reset()
-    model = MODELS.build(MODEL)
+    model = MODELS.build(dict(TINY, data_preprocessor=dict(type='mmseg.SegDataPreProcessor', size=(16, 16))))
     twin = copy.deepcopy(model)
     expected, found = train(model, str(tmp_path)), train(twin, str(tmp_path), compile=dict(backend='aot_eager'))
     assert len({entry['weight_batch_shaping'] for entry in expected}) == STEPS
@@ -86,7 +66,7 @@ def test_gate_losses_by_inductor():
     torch._dynamo.reset()
     torch.manual_seed(0)
     gate = ChannelGate(5, 7).eval()
-    losses = [MODELS.build(cfg) for cfg in MODEL['gate_losses']]
+    losses = [MODELS.build(cfg) for cfg in TINY['gate_losses']]
 
     def total(x: torch.Tensor) -> torch.Tensor:
         gate(x)

@@ -13,9 +13,11 @@ from mmseg_small import write_config
 TOOLS = Path(mmseg.__file__).parent / '.mim' / 'tools'
 
 
-def run(*command: str) -> str:
+def run(folder: Path, *command: str) -> str:
+    """Run a script in a folder, as mmengine puts what processes tell each other, `.dist_test`, into the current one."""
     env = dict(os.environ, OMP_NUM_THREADS='1')
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600, env=env)
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=600, env=env, cwd=folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
 
@@ -29,11 +31,11 @@ def test_train_resume_test(tmp_path):
     config, work_dir = str(write_config(tmp_path)), tmp_path / 'work'
     common = (str(TOOLS / 'train.py'), config, '--work-dir', str(work_dir))
 
-    log = run(*common, '--cfg-options', 'train_cfg.max_iters=2')
+    log = run(tmp_path, *common, '--cfg-options', 'train_cfg.max_iters=2')
     assert re.search(r'mIoU: [\d.]+.*GMACs: [\d.]+ .*MACs_share: [\d.]+', log)
     assert 'Gates: gates/density' in log and 'gates/layer4/always_off' in log
 
-    run(*common, '--resume', '--cfg-options', 'train_cfg.max_iters=4')
+    run(tmp_path, *common, '--resume', '--cfg-options', 'train_cfg.max_iters=4')
     steps = [entry for entry in scalars(work_dir) if 'loss_batch_shaping' in entry]
     weights = {entry['step']: entry['weight_batch_shaping'] for entry in steps}
     assert weights == pytest.approx({1: 0.2, 2: 0.15, 3: 0.1, 4: 0.05})  # as if it had never stopped
@@ -43,7 +45,7 @@ def test_train_resume_test(tmp_path):
         assert entry['loss'] == pytest.approx(parts, rel=1e-4)
     assert any('gates/layer1/conditional' in entry for entry in scalars(work_dir))
 
-    log = run(str(TOOLS / 'test.py'), config, str(work_dir / 'iter_4.pth'), '--work-dir', str(work_dir))
+    log = run(tmp_path, str(TOOLS / 'test.py'), config, str(work_dir / 'iter_4.pth'), '--work-dir', str(work_dir))
     share = float(re.search(r'MACs_share: ([\d.]+)', log).group(1))
     assert 20 < share < 101 and 'aAcc' in log
 
@@ -52,12 +54,12 @@ def test_two_processes(tmp_path):
     """Three images on two processes: the padded one must not count."""
     config = str(write_config(tmp_path))
     worker = str(Path(__file__).parent / 'mmseg_distributed_worker.py')
-    run('-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2', worker, config, str(tmp_path))
+    run(tmp_path, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2', worker, config, str(tmp_path))
     first, second = (json.loads((tmp_path / f'rank{rank}.json').read_text()) for rank in (0, 1))
     assert first == second and first['checksum'] != first['initial_checksum']
 
     checkpoint = str(tmp_path / 'work' / 'iter_2.pth')
-    log = run(str(TOOLS / 'test.py'), config, checkpoint, '--work-dir', str(tmp_path / 'one'))
+    log = run(tmp_path, str(TOOLS / 'test.py'), config, checkpoint, '--work-dir', str(tmp_path / 'one'))
     for name in ('mIoU', 'aAcc', 'GMACs', 'MACs_share'):
         assert float(re.search(rf' {name}: ([\d.]+)', log).group(1)) == pytest.approx(first['metrics'][name], abs=1e-2)
     assert 0 < first['gates']['gates/density'] < 1

@@ -12,6 +12,7 @@ import yaml
 from timm.task import ClassificationTask
 
 from timm_gated import GateLosses, Normal, Uniform, batch_shaping_loss, gates, objectives, shape_features
+from timm_gated.distributed import average_batches
 
 
 def images(size: int = 4) -> torch.Tensor:
@@ -89,7 +90,7 @@ def test_gathering_reaches_all_objectives_and_costs_one_process_nothing():
         model = timm.create_model('gated_resnet20', budget=0.5, gather_gates=gather_gates)
         assert [objective.gather_gates for objective in objectives(model)] == [gather_gates] * 2
     logits = torch.randn(4, 3)
-    assert model.gate_losses.gathered(logits) is logits
+    assert model.gate_losses.gathered(logits) is logits and average_batches(logits, 4) is logits
 
 
 def test_gates_before_any_input():

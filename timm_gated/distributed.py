@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-__all__ = ['gather_batch']
+__all__ = ['average_batches', 'gather_batch']
 
 
 def gather_batch(x: torch.Tensor) -> torch.Tensor:
@@ -25,8 +25,27 @@ def gather_batch(x: torch.Tensor) -> torch.Tensor:
     Args:
         x: What the samples of this process have, [N, …].
     """
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return _GatherBatch.apply(x) if several else x
+    return _GatherBatch.apply(x) if _are_several() else x
+
+
+def average_batches(means: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """Means over the samples of all processes; those of this process's samples if there is one process.
+
+    One small collective, for what is logged: no gradient goes through it. All processes must take part.
+
+    Args:
+        means: Over the samples of this process, any shape.
+        batch_size: Number of these samples.
+    """
+    if not _are_several():
+        return means
+    sums = batch_size * torch.cat((means.detach().flatten(), means.new_ones(1)))
+    dist.all_reduce(sums)
+    return (sums[:-1] / sums[-1]).view_as(means)
+
+
+def _are_several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 class _GatherBatch(torch.autograd.Function):

@@ -39,8 +39,9 @@ class GatedNet(nn.Module):
         objective: Makes what the network is trained with beside its task loss, which the stock training tasks add.
         budget: Share of the plain network's MACs to aim at as well, see `MacBudget`; none by default.
         budget_weight: Weight of that loss.
-        gather_gates: In a training on several processes, compute the losses on gates over the batch of all of them, as
-            one process with the whole batch would. By default each has its own batch shaping, as in the paper.
+        gather_gates: In a training on several processes, compute the losses on gates and what is logged of them over
+            the batch of all, as one process with the whole batch would. By default each has its own batch shaping, as
+            in the paper.
         inner_channels: Widths of the blocks' inner maps (see `timm_gated.narrow`), after pruning.
         gated_channels: How many of their channels have gates.
         **kwargs: Of the ResNet.

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 
 from .checks import check_number
-from .distributed import gather_batch
+from .distributed import average_batches, gather_batch
 from .gate import Gate, gates, set_gate_noise
 from .losses import batch_shaping_loss, check_reduction, l0_loss
 from .priors import Mixture, Prior, create_prior
@@ -46,8 +46,8 @@ class Objective(nn.Module):
     """Base of the objectives: loss terms as a function of a model's last forward pass and the epoch.
 
     Attributes:
-        gather_gates: Losses are in training those of the batch of all processes, instead of each process's own. The
-            model option of that name sets it.
+        gather_gates: Losses, and what is logged of the gates, are in training those of the batch of all processes,
+            instead of each process's own. The model option of that name sets it.
     """
 
     # Set by every call of train(), as training loops make one at the start of an epoch; cleared by the task.
@@ -209,14 +209,22 @@ class GateLosses(Objective):
             self.snapshots.write()
 
 
-def gate_density(model: nn.Module) -> Dict[str, torch.Tensor]:
-    """Share of the gates that were open in the last forward pass (soft ones in part), and would be in evaluation."""
+def gate_density(model: nn.Module, gather: bool = False) -> Dict[str, torch.Tensor]:
+    """Share of the gates that were open in the last forward pass (soft ones in part), and would be in evaluation.
+
+    Args:
+        model: A model with gates.
+        gather: Over the batch of all processes, which then all have to ask.
+    """
     last = _last(model)
     if not last:
         return {}
     masks = torch.cat([gate.mask.detach() for gate, _ in last], dim=1)  # type: ignore[union-attr]
     in_evaluation = torch.cat([gate.decide(logits.detach()) for gate, logits in last], dim=1)
-    return {'gate_density': masks.mean(), 'gate_density_eval': in_evaluation.mean()}
+    shares = torch.stack((masks.mean(), in_evaluation.mean()))
+    if gather:
+        shares = average_batches(shares, len(masks))
+    return dict(zip(('gate_density', 'gate_density_eval'), shares.unbind(), strict=True))
 
 
 def gate_prior(model: nn.Module) -> Optional[Prior]:

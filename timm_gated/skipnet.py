@@ -147,8 +147,9 @@ def reinforce_loss(
     for reward in reversed(rewards.unbind(1)):
         future = reward + discount * future
         returns.append(future)
-    surprise = F.binary_cross_entropy_with_logits(logits, decisions, reduction='none')  # minus the log-probability
-    return (surprise * torch.stack(returns[::-1], dim=1)).sum(1).mean()
+    # (A binary cross entropy would be the same, but NaN where logits are infinite.)
+    log_probabilities = F.logsigmoid((2 * decisions - 1) * logits)
+    return -(log_probabilities * torch.stack(returns[::-1], dim=1)).sum(1).mean()
 
 
 class Skipping(Objective):

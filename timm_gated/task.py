@@ -86,7 +86,8 @@ class ObjectiveTask(TrainingTask):
                 result.update(objective.stats(model))
                 if model.training:
                     objective.observe(model, self.gate_epoch)
-            result.update(gate_density(model))
+            gather = model.training and any(objective.gather_gates for objective in active)
+            result.update(gate_density(model, gather))
         added = {k: v for k, v in result.items() if k not in ('loss', 'output')}
         result['loss'] = loss
         if self.verbose:
