@@ -170,5 +170,5 @@ def test_no_step_is_skipped(name, options):
 
 @pytest.mark.parametrize('name', ['cifar_resnet20', 'gated_resnet20'])
 def test_no_step_of_a_deep_network_is_skipped(name):
-    """With 4 images some are, of the dense network and a few more of the gated one: 1 and 3 of 8 seeds."""
+    """With 4 images some are, of either network: the gradients of the classifier's weights are too large."""
     assert not skips(name, seed=0, batch_size=32)
