@@ -7,7 +7,7 @@ TOOL = Path(__file__).parents[1] / 'tools' / 'sanitize_kernels.py'
 
 
 def test_kernels():
-    done = subprocess.run(
-        [sys.executable, TOOL, '-k', 'test_kernels'], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, TOOL, '--tests', 'test_kernels.py']
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
     assert ' passed' in done.stdout

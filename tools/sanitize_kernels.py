@@ -2,9 +2,10 @@
 
 Builds the kernels with both into a copy of the package in a temporary folder, and runs the tests of programs, of whole
 networks and of their inputs on it, with small blocks so that most maps take several. Any report of a sanitizer ends the
-process that runs the tests. Arguments are passed on to pytest; EXAMPLES_TIMES=10 in the environment draws ten times as
-many programs and networks.
+process that runs the tests. Other arguments are passed on to pytest; EXAMPLES_TIMES=10 in the environment draws ten
+times as many programs and networks.
 """
+import argparse
 import os
 import shutil
 import subprocess
@@ -18,6 +19,9 @@ TESTS = ('test_kernels.py', 'test_accelerate.py', 'test_accelerate_inputs.py', '
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--tests', nargs='+', default=TESTS, choices=TESTS, metavar='FILE', help='of ' + ', '.join(TESTS))
+    args, of_pytest = parser.parse_known_args()
     compiler = os.environ.get('CC', 'gcc')
     with tempfile.TemporaryDirectory() as scratch:
         package = Path(scratch) / 'timm_gated'
@@ -45,10 +49,10 @@ def main() -> int:
         # From the temporary folder, so that the copy of the package is the one imported. Make sure of it.
         check = f'import timm_gated._native as m; assert m.__file__ == {str(library)!r}, m.__file__'
         subprocess.run([sys.executable, '-c', check], cwd=scratch, env=environment, check=True)
-        tests = [str(ROOT / 'tests' / name) for name in TESTS]
+        tests = [str(ROOT / 'tests' / name) for name in args.tests]
         # What C writes is not captured: pytest would not come to show the report that ended it.
         command = [sys.executable, '-m', 'pytest', '-c', str(ROOT / 'pyproject.toml'), '--rootdir', str(ROOT), '-p',
-                   'no:cacheprovider', '--capture=sys', '-k', 'not without_a_compiler', *tests, *sys.argv[1:]]
+                   'no:cacheprovider', '--capture=sys', '-k', 'not without_a_compiler', *tests, *of_pytest]
         return subprocess.run(command, cwd=scratch, env=environment).returncode
 
 
