@@ -20,7 +20,7 @@ TESTS = ('test_kernels.py', 'test_accelerate.py', 'test_accelerate_inputs.py', '
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--tests', nargs='+', default=TESTS, choices=TESTS, metavar='FILE', help='of ' + ', '.join(TESTS))
+    parser.add_argument('--tests', nargs='+', default=TESTS, choices=TESTS, metavar='FILE', help=', '.join(TESTS))
     args, of_pytest = parser.parse_known_args()
     compiler = os.environ.get('CC', 'gcc')
     with tempfile.TemporaryDirectory() as scratch:
