@@ -48,6 +48,10 @@ def images(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
+def is_binary(mask: torch.Tensor) -> bool:
+    return set(mask.unique().tolist()) == {0., 1.}
+
+
 def dense_twin(name: str, **kwargs) -> nn.Module:
     """The model without gates."""
     if is_imagenet(name):
