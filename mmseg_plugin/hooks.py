@@ -56,6 +56,15 @@ class GateLossScheduleHook(Hook):
                 f"the model has no gate loss '{self.loss_name}' to schedule; it has: {', '.join(losses) or 'none'}.")
         self._loss = losses[self.loss_name]
         self._weight = self._loss.loss_weight
+        first, last = (self.schedule(progress, self._weight, self.begin, self.end) for progress in (0, float('inf')))
+        unit, total = ('epochs', runner.max_epochs) if self.by_epoch else ('iterations', runner.max_iters)
+        runner.logger.info(
+            f'{self.loss_name}: loss_weight {first:g} to {last:g} over {unit} {self.begin:g} to {self.end:g} of '
+            f'{total}')
+        if not first and last and total <= self.begin:
+            runner.logger.warning(
+                f'{self.loss_name} will never be active: its schedule begins at {self.begin:g} and the training ends '
+                f'after {total} {unit}. Change begin and end of its GateLossScheduleHook.')
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
         progress = runner.epoch if self.by_epoch else runner.iter

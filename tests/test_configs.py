@@ -158,8 +158,10 @@ def test_losses(config):
         assert weights(0) == (0.75, 0.) and weights(paper['lam_ends'] / 2) == (0.375, 0.)
         assert weights(paper['lam_ends']) == weights(first_ramped) == (0., 0.)
         assert weights(ramped) == weights(last) == (0., cfg.model_kwargs['gamma'])
-        # Only gamma is stated, so that --model-kwargs gamma=…, which replaces all of model_kwargs, loses nothing.
-        assert set(cfg.model_kwargs) == {'gamma', *ABLATIONS.get(config.stem, ())}
+        # Only gamma is stated, so that --model-kwargs gamma=…, which replaces all of model_kwargs, loses nothing: the
+        # length of the schedule is the default.
+        assert set(cfg.model_kwargs) == {'gamma', 'schedule_epochs', *ABLATIONS.get(config.stem, ())}
+        assert cfg.model_kwargs['schedule_epochs'] == cfg.epochs
 
 
 AIG = [path for path in CONFIGS if family(path.stem) == 'convnet_aig']
@@ -198,7 +200,9 @@ def test_options_of_rivals(path):
     value, default = (
         getattr(getattr(timm.create_model(cfg.model, device='meta', **kwargs), objective), option)
         for kwargs in (cfg.model_kwargs, {}))
-    assert set(cfg.model_kwargs) == {option}  # so that --model-kwargs, which replaces all of them, loses nothing
+    # --model-kwargs, which replaces all of them, loses nothing
+    assert set(cfg.model_kwargs) - {'schedule_epochs'} == {option}
+    assert cfg.model_kwargs.get('schedule_epochs', cfg.epochs) == cfg.epochs
     assert value == default == cfg.model_kwargs[option] and path.stem == cfg.model
     assert re.search(text, path.read_text())
 

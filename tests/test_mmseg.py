@@ -1,5 +1,6 @@
 """Gated backbones, losses, hooks, metric and converter of mmseg_plugin"""
 import copy
+import logging
 import pickle
 import re
 import subprocess
@@ -112,6 +113,10 @@ def test_copies_and_pickles_after_a_step():
             closed = copied(images())[-1]
         with torch.no_grad():
             assert not torch.equal(backbone(images())[-1], closed)  # the copy masks by its own gates
+
+
+# Of a runner
+LENGTH = dict(max_iters=100, max_epochs=10, logger=logging.getLogger('runner'))
 
 
 def schedule_hook(loss_name: str, schedule: str, begin: float, end: float, **kwargs):
@@ -255,7 +260,7 @@ def test_macs_of_sliding_windows_add_up():
 def test_schedule_hook():
     model = segmentor(gate_losses=LOSSES)
     hook = schedule_hook('loss_l0', 'linear_warmup', 10, 20)
-    runner = SimpleNamespace(model=model, iter=0, epoch=0)
+    runner = SimpleNamespace(model=model, iter=0, epoch=0, **LENGTH)
     hook.before_train(runner)
     weights = []
     for runner.iter in (0, 10, 15, 20, 100):
@@ -273,7 +278,16 @@ def test_schedule_hook():
 def test_schedule_of_a_loss_that_is_not_there():
     hook = schedule_hook('loss_x', 'linear_anneal', 0, 1)
     with pytest.raises(ValueError, match='loss_x.*it has: loss_batch_shaping, loss_l0'):
-        hook.before_train(SimpleNamespace(model=segmentor(gate_losses=LOSSES)))
+        hook.before_train(SimpleNamespace(model=segmentor(gate_losses=LOSSES), **LENGTH))
+
+
+@pytest.mark.parametrize('begin, warned', [(99, False), (100, True), (300, True)])
+def test_schedule_of_a_loss_that_never_begins(begin, warned, caplog):
+    caplog.set_level(logging.INFO)
+    hook = schedule_hook('loss_l0', 'linear_warmup', begin, 400)
+    hook.before_train(SimpleNamespace(model=segmentor(gate_losses=LOSSES), **LENGTH))
+    assert f'loss_l0: loss_weight 0 to 0.1 over iterations {begin} to 400 of 100' in caplog.text
+    assert ('loss_l0 will never be active' in caplog.text) == warned
 
 
 def test_statistics_hook():
@@ -376,7 +390,7 @@ def test_options_of_the_readme():
     hooks = [HOOKS.build(hook) for hook in options['custom_hooks']]
     assert all(METRICS.build(metric) for metric in options['val_evaluator'])
     for hook in hooks[:2]:
-        hook.before_train(SimpleNamespace(model=model))
+        hook.before_train(SimpleNamespace(model=model, **LENGTH))
     assert [loss.loss_name for loss in model.gate_losses] == ['loss_batch_shaping', 'loss_l0', 'loss_feature_shaping']
     build_optim_wrapper(model, cfg.optim_wrapper)
 

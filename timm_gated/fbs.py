@@ -17,7 +17,7 @@ largest of g, and the norm's shift beta; the activation follows. Ours, or our re
 - The L1 loss is the sum of g over all channels, its mean over the batch.
 """
 import math
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import torch
 import torch.nn as nn
@@ -31,7 +31,7 @@ from .gate import Gate, GatePool
 from .gated_cifar_resnet import GatedCifarResNet, create_gated_cifar_resnet
 from .gated_resnet import GatedResNet, create_gated_resnet, imagenet_cfg
 from .objective import Objective, Step, Term, gate_scores
-from .schedules import Epochs, check_epochs, linear_warmup
+from .schedules import Epochs, Scheduled, check_epochs, linear_warmup
 
 __all__ = ['FbsBasicBlock', 'SaliencyGate', 'Suppression', 'boost', 'winners']
 
@@ -212,6 +212,9 @@ class Suppression(Objective):
         return (
             f'density={self.density}, density_epochs={self.density_epochs}, '
             f'saliency_weight={self.saliency_weight}')
+
+    def schedule(self) -> List[Scheduled]:
+        return [Scheduled('gates', 'density', 1., self.density, self.density_epochs)]
 
     def density_at(self, epoch: float) -> float:
         """Density of an epoch."""

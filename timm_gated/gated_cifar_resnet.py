@@ -20,6 +20,7 @@ __all__ = ['CIFAR10_RECIPE', 'GatedCifarResNet', 'create_gated_cifar_resnet']
 
 # The paper's schedule: lambda = 0.75 falls to 0 over epochs 0-100, gamma ramps up over epochs 100-300 (of 500).
 # Its trade-off points are gamma = 0, 0.01, 0.02, 0.05, 0.1, 0.15 and 0.2.
+CIFAR10_EPOCHS = 500
 CIFAR10_RECIPE: Dict[str, Any] = dict(lam=0.75, lam_epochs=(0, 100), gamma=0.05, gamma_epochs=(100, 300))
 
 
@@ -53,6 +54,7 @@ def create_gated_cifar_resnet(
         variant,
         pretrained,
         dense_variant=f'cifar_resnet{depth}',
+        recipe_epochs=CIFAR10_EPOCHS,
         feature_cfg=dict(out_indices=(0, 1, 2, 3)),
         **dict(dict(layers=cifar_layers(depth)), **kwargs),
     )

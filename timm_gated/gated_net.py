@@ -20,6 +20,7 @@ from .gate import ChannelGate, Gate, Gating
 from .hub_config import check_entry_args
 from .narrow import Channels, narrow_maps
 from .objective import GateLosses, Objective, objectives
+from .schedules import scale_epochs
 
 __all__ = [
     'GatedNet', 'build_model', 'check_incoming', 'checkpoint_filter_fn', 'create_gated_net', 'from_dense_options',
@@ -134,6 +135,8 @@ def create_gated_net(
         gate_layer: Type[Gate] = ChannelGate,
         objective: Optional[Type[Objective]] = GateLosses,
         recipe: Optional[Mapping[str, Any]] = None,
+        recipe_epochs: Optional[float] = None,
+        schedule_epochs: Optional[float] = None,
         **kwargs,
 ) -> Any:
     """Build a gated network with timm's builder.
@@ -151,8 +154,16 @@ def create_gated_net(
         gate_layer: Class of the gates; the blocks get it, with its options, as `gate_layer`.
         objective: Class of what the network is trained with beside its task loss and a budget; None for nothing.
         recipe: Default arguments of the objective: the schedule for the family's data set.
+        recipe_epochs: Length of the training that the recipe is made for.
+        schedule_epochs: Length of the training at hand, to which the schedules of the recipe are scaled.
         **kwargs: Options of gates, objective and of the ResNet.
     """
+    recipe = dict(recipe or {})
+    if schedule_epochs is not None:
+        check_number(schedule_epochs, 'schedule_epochs', above=0)
+        if not any(name.endswith('_epochs') for name in recipe) or recipe_epochs is None:
+            raise ValueError(f'schedule_epochs scales a schedule, but {variant} has none; got {schedule_epochs}.')
+        recipe = scale_epochs(recipe, schedule_epochs / recipe_epochs)
     loss_options = [] if objective is None else _options(objective)
     losses = {k: kwargs.pop(k) for k in loss_options if k in kwargs}
     names = {f'gate_{option.removesuffix("_channels")}': option for option in _options(gate_layer)}
@@ -165,7 +176,7 @@ def create_gated_net(
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
-        objective=None if objective is None else partial(objective, **{**(recipe or {}), **losses}),
+        objective=None if objective is None else partial(objective, **{**recipe, **losses}),
         **dict(kwargs, block_args=dict(block_args, gate_layer=partial(gate_layer, **gate_args), **gating)),
     )
     model.dense_variant = dense_variant

@@ -19,6 +19,7 @@ __all__ = ['GatedResNet', 'IMAGENET_RECIPE', 'create_gated_resnet', 'imagenet_cf
 
 # The paper's schedule: lambda = 0.75 falls to 0 over epochs 0-20, gamma ramps up over epochs 30-60 (of 150).
 # Its trade-off points are gamma = 0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3 and 0.4.
+IMAGENET_EPOCHS = 150
 IMAGENET_RECIPE: Dict[str, Any] = dict(lam=0.75, lam_epochs=(0, 20), gamma=0.05, gamma_epochs=(30, 60))
 
 
@@ -69,7 +70,8 @@ def create_gated_resnet(
         **kwargs,
 ) -> Any:
     """Build a gated ResNet for ImageNet of any method: `create_gated_net` with what depends on the depth."""
-    return create_gated_net(model_cls, variant, pretrained, dense_variant=f'slim_resnet{depth}', **kwargs)
+    return create_gated_net(
+        model_cls, variant, pretrained, dense_variant=f'slim_resnet{depth}', recipe_epochs=IMAGENET_EPOCHS, **kwargs)
 
 
 def _create_gated_resnet(

@@ -7,6 +7,7 @@ distillation wrappers, its priors may have parameters that the model's optimizer
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 """
 import difflib
+import math
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -17,7 +18,7 @@ from .distributed import average_batches, gather_batch
 from .gate import Gate, gates, set_gate_noise
 from .losses import batch_shaping_loss, check_reduction, l0_loss
 from .priors import Mixture, Prior, create_prior
-from .schedules import Epochs, check_epochs, linear_anneal, linear_warmup
+from .schedules import Epochs, Scheduled, check_epochs, linear_anneal, linear_warmup
 from .snapshots import GateSnapshots
 
 __all__ = [
@@ -90,6 +91,10 @@ class Objective(nn.Module):
             step: Of which that pass was part, for what depends on the images or on their labels. Tasks give it.
         """
         raise NotImplementedError
+
+    def schedule(self) -> List[Scheduled]:
+        """What changes over a training, for the log."""
+        return []
 
     def stats(self, model: nn.Module) -> Dict[str, torch.Tensor]:
         """What else is worth a place in the log. (The density of the gates is there already.)"""
@@ -170,6 +175,12 @@ class GateLosses(Objective):
         return (
             f'lam={self.lam}, lam_epochs={self.lam_epochs}, lam_reduction={self.lam_reduction}, '
             f'gamma={self.gamma}, gamma_epochs={self.gamma_epochs}, gamma_reduction={self.gamma_reduction}')
+
+    def schedule(self) -> List[Scheduled]:
+        return [
+            Scheduled('batch_shaping_loss', 'lam', self.lam, self.weights(math.inf)[0], self.lam_epochs),
+            Scheduled('l0_loss', 'gamma', 0., self.gamma, self.gamma_epochs),
+        ]
 
     def weights(self, epoch: float) -> Tuple[float, float]:
         """lambda and gamma at an epoch."""
@@ -336,6 +347,10 @@ class FeatureShaping(Objective):
 
     def extra_repr(self) -> str:
         return f'weight={self.weight}, epochs={self.epochs}, reduction={self.reduction}'
+
+    def schedule(self) -> List[Scheduled]:
+        last = self.weight if self.epochs == 'fixed' else 0.
+        return [Scheduled('feature_shaping_loss', 'weight', self.weight, last, self.epochs)]
 
     def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
         weight = self.weight if self.epochs == 'fixed' else linear_anneal(epoch, self.weight, *self.epochs)

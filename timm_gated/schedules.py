@@ -4,13 +4,52 @@ Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://op
 
 Batch shaping starts strong and is annealed linearly to zero; the L0 loss joins after a delay and ramps up linearly.
 """
-from typing import Any, Sequence, Tuple, Union
+from typing import Any, Dict, Mapping, NamedTuple, Sequence, Tuple, Union
 
 from .checks import check_number
 
-__all__ = ['Epochs', 'check_epochs', 'linear_anneal', 'linear_warmup']
+__all__ = ['Epochs', 'Scheduled', 'check_epochs', 'linear_anneal', 'linear_warmup', 'scale_epochs']
 
 Epochs = Union[str, Tuple[float, float]]  # 'fixed', or (start, end)
+
+
+class Scheduled(NamedTuple):
+    """A value of a training that follows a schedule, as the log tells it.
+
+    Attributes:
+        what: Name of the loss, or of what else changes.
+        name: Name of the value.
+        first: Value until the schedule starts; the value throughout if there is no schedule.
+        last: Value once the schedule has ended.
+        epochs: Start and end of the schedule, or 'fixed'.
+    """
+    what: str
+    name: str
+    first: float
+    last: float
+    epochs: Epochs
+
+    def __str__(self) -> str:
+        if isinstance(self.epochs, str):
+            return f'{self.what}: {self.name} {self.last:g} throughout'
+        start, end = self.epochs
+        return f'{self.what}: {self.name} {self.first:g} to {self.last:g} over epochs {start:g} to {end:g}'
+
+    def begins_after(self, epoch: float) -> bool:
+        """Whether a value that starts at zero is still zero in this epoch."""
+        return not isinstance(self.epochs, str) and self.first == 0 != self.last and epoch <= self.epochs[0]
+
+
+def scale_epochs(options: Mapping[str, Any], factor: float) -> Dict[str, Any]:
+    """Stretch all schedules in a dict of options: the pairs whose names end in `_epochs`.
+
+    Args:
+        options: Options of an objective.
+        factor: New length of a training over its old length.
+    """
+    return {
+        name: tuple(epoch * factor for epoch in value) if name.endswith('_epochs') and value != 'fixed' else value
+        for name, value in options.items()}
 
 
 def check_epochs(epochs: Any, name: str = 'epochs') -> Epochs:

@@ -8,14 +8,16 @@ objectives get timm's own task, untouched.
 The stock training script imports its task classes before it imports plugins, so the classes themselves cannot be
 replaced; `TrainingTask.__new__`, which timm leaves to Python, is looked up when a task is made.
 
-Progress: schedules step once an epoch, like timm's learning rate. A task is not told the epoch; it begins a new one
-at the first training step after the model's `train()`, which training loops call at the start of every epoch.
-The count is part of the task's state, so checkpoints carry it and `--resume` continues it.
+Progress: schedules step once per epoch, like timm's learning rate. A task is not told the epoch; it begins a new one
+at the first training step after the model's `train()`, which training loops call at the start of every epoch. A loop
+that calls it at other times has to call `set_epoch`, which ends the counting. The epoch is part of the task's state, so
+checkpoints carry it and `--resume` continues it.
 
 What a validation costs is reported beside its accuracy, see `timm_gated.evaluator`.
 """
 import functools
 import logging
+import weakref
 from typing import Any, Dict, List, Optional, Type
 
 import torch
@@ -26,6 +28,7 @@ from .evaluator import EvaluationMonitor
 from .gate import gates
 from .objective import Objective, Step, gate_density, objectives
 from .precision import full_precision
+from .schedules import Scheduled
 
 __all__ = ['ObjectiveTask', 'extend_timm_tasks']
 
@@ -43,17 +46,43 @@ class ObjectiveTask(TrainingTask):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.gate_epoch = -1
+        self._counts_epochs = True
+        self._warned = False
+        self._steps: List[int] = []  # in each epoch that was counted
+        self._progress = _Progress()
         self._log = _RunningLog()
         self._monitor = EvaluationMonitor()
         if self.verbose:
             for objective in self._objectives():
                 _logger.info(f'{type(self).__name__}: {type(objective).__name__}({objective.extra_repr()})')
+                for scheduled in objective.schedule():
+                    _logger.info(f'{type(self).__name__}: {scheduled}')
+                    self._progress.scheduled.append(scheduled)
+            weakref.finalize(self, self._progress.warn_of_inactive)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch it is, in a loop that calls `train()` at other times than the start of an epoch."""
+        """Set the current epoch. From the first call on, the task does not count epochs by itself.
+
+        Call it at the start of every epoch in a loop that calls `train()` at other times too.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
+        self._counts_epochs = False
         self._begin_epoch(epoch)
+
+    def _next_epoch(self) -> None:
+        """Begin the next epoch, because the model was put into training mode."""
+        self._begin_epoch(self.gate_epoch + 1)
         for objective in self._objectives():
             objective.epoch_begins = False
+        if not self._warned and _look_wrong(self._steps):
+            self._warned = True
+            _logger.warning(
+                f'The last two epochs of the gate losses had {self._steps[-2]} and {self._steps[-1]} steps. A new '
+                f'epoch is counted after each call of train(). If your loop calls train() at other times too, call '
+                f'task.set_epoch(epoch) at the start of every epoch.')
+        self._steps.append(0)
 
     def create_evaluator(self, **kwargs) -> Any:
         """As the task's own, with `macs_share` and `gate_density` of the evaluated model among the metrics."""
@@ -98,9 +127,12 @@ class ObjectiveTask(TrainingTask):
         active = self._objectives()
         if not active:
             return super().forward(input, target)
-        if model.training and (self.gate_epoch < 0 or any(objective.epoch_begins for objective in active)):
-            self.set_epoch(self.gate_epoch + 1)
         if model.training:
+            if self._counts_epochs and (not self._steps or any(objective.epoch_begins for objective in active)):
+                self._next_epoch()
+            if self._counts_epochs:
+                self._steps[-1] += 1
+            self._progress.epoch = self.gate_epoch
             self._watch_evaluations()
         result: Dict[str, Any] = super().forward(input, target)
         loss, step = result['loss'], Step(input, result['output'], target)
@@ -145,6 +177,28 @@ class ObjectiveTask(TrainingTask):
             _logger.warning(
                 'The checkpoint does not say how far the gate losses had come (it was not written by a gated run); '
                 'their schedules begin at epoch 0.')
+
+
+class _Progress:
+    """How far a training has come, for a warning at its end."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self.scheduled: List[Scheduled] = []
+
+    def warn_of_inactive(self) -> None:
+        """Warn of what never began. Called when the task goes, or the process ends."""
+        for scheduled in self.scheduled:
+            if self.epoch >= 0 and scheduled.begins_after(self.epoch):
+                _logger.warning(
+                    f'{scheduled.what} was never active: the last epoch was {self.epoch}, but {scheduled}. If this was '
+                    f'the whole training, pass schedule_epochs={self.epoch + 1} to the model: it scales the schedule.')
+
+
+def _look_wrong(steps: List[int]) -> bool:
+    """Whether the last two epochs can hardly both be whole: one step each, or very different in length."""
+    *_, before, last = 0, 0, *steps
+    return bool(before) and (before == last == 1 or max(before, last) > 2 * min(before, last))
 
 
 class _RunningLog:
