@@ -1,12 +1,13 @@
 """Gate losses in timm's training tasks
 
-timm computes its training loss in a task (`timm.task`). Once this module is imported, a task that is given a model with
-objectives (`timm_gated.objective`) is made as a subclass of itself that adds the objectives' terms to `result['loss']`.
+timm computes its training loss in a task (`timm.task`). A task that is given a model with objectives
+(`timm_gated.objective`) is made as a subclass of itself that adds the objectives' terms to `result['loss']`.
 Gradient accumulation, the fp16 scaler, EMA, distillation and `--torchcompile` thus all see one loss, and models without
 objectives get timm's own task, untouched.
 
 The stock training script imports its task classes before it imports plugins, so the classes themselves cannot be
-replaced; `TrainingTask.__new__`, which timm leaves to Python, is looked up when a task is made.
+replaced; `TrainingTask.__new__`, which timm leaves to Python, is looked up when a task is made. It is replaced when the
+first objective is made.
 
 Progress: schedules step once an epoch, like timm's learning rate. A task is not told the epoch; it begins a new one
 at the first training step after the model's `train()`, which training loops call at the start of every epoch.
@@ -20,6 +21,7 @@ import torch
 import torch.nn as nn
 from timm.task import TrainingTask
 
+from .installation import on_first_use
 from .objective import Objective, Step, gate_density, objectives
 from .precision import full_precision
 
@@ -149,13 +151,15 @@ def _with_objectives(task_cls: Type[TrainingTask]) -> Type[TrainingTask]:
     return type(task_cls.__name__, (ObjectiveTask, task_cls), {'__doc__': task_cls.__doc__})
 
 
-def _new_task(cls, *args, **kwargs):
-    given = (value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module))
-    if not issubclass(cls, ObjectiveTask) and any(objectives(module) for module in given):
-        cls = _with_objectives(cls)
-    return object.__new__(cls)
-
-
+@on_first_use
 def extend_timm_tasks() -> None:
-    """Make timm's tasks take in the objectives of the models they are given. Importing `timm_gated` does it."""
-    TrainingTask.__new__ = staticmethod(_new_task)  # type: ignore[method-assign]
+    """Make timm's tasks take in the objectives of the models they are given. The first objective does it."""
+    new = TrainingTask.__new__
+
+    def new_task(cls, *args, **kwargs):
+        given = (value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module))
+        if not issubclass(cls, ObjectiveTask) and any(objectives(module) for module in given):
+            cls = _with_objectives(cls)
+        return new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
+
+    TrainingTask.__new__ = staticmethod(new_task)  # type: ignore[method-assign]
