@@ -15,7 +15,7 @@ The count is part of the task's state, so checkpoints carry it and `--resume` co
 """
 import functools
 import logging
-from typing import Any, Dict, List, Optional, Type
+from typing import Any, Dict, List, Optional, Tuple, Type
 
 import torch
 import torch.nn as nn
@@ -148,7 +148,19 @@ class _RunningLog:
 
 @functools.cache
 def _with_objectives(task_cls: Type[TrainingTask]) -> Type[TrainingTask]:
-    return type(task_cls.__name__, (ObjectiveTask, task_cls), {'__doc__': task_cls.__doc__})
+
+    def reduce_ex(self: TrainingTask, protocol: Any) -> Tuple[Any, ...]:
+        # Under its name pickle would not find this class.
+        return _empty_task, (task_cls,), *task_cls.__reduce_ex__(self, max(protocol, 2))[2:]
+
+    attributes = {'__doc__': task_cls.__doc__, '__reduce_ex__': reduce_ex}
+    return type(task_cls.__name__, (ObjectiveTask, task_cls), attributes)
+
+
+def _empty_task(task_cls: Any) -> TrainingTask:
+    """What a copy or a pickle of a task begins with."""
+    cls = _with_objectives(task_cls)
+    return cls.__new__(cls)
 
 
 @on_first_use
