@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP_FLAGS ?= --quiet --progress-bar off --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test oldest alone bench sanitize clean
+.PHONY: help demo test newest oldest alone lock bench sanitize clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
@@ -16,6 +16,10 @@ test: .venv/.installed ## lint, check the types and run the tests
 	.venv/bin/mypy
 	.venv/bin/python -m pytest -n auto
 
+newest: .venv-newest/.installed ## run the tests with the newest versions of everything
+	.venv-newest/bin/python -m pip install $(PIP_FLAGS) --upgrade --upgrade-strategy eager pip -e '.[all]'
+	.venv-newest/bin/python -m pytest -n auto
+
 oldest: .venv-oldest/.installed ## run the tests with the oldest versions that are supported, tests/oldest.txt
 	.venv-oldest/bin/python -m pytest -n auto
 
@@ -25,6 +29,15 @@ NEED_MMSEG = tests/test_readme.py $(shell grep -lE '^(import|from) mm' tests/tes
 alone: .venv-alone/.installed ## run the tests of timm_gated where mmsegmentation is not installed
 	.venv-alone/bin/python -m pytest -n auto $(NEED_MMSEG:%=--ignore=%)
 
+# The CUDA packages are torch's business, and differ from platform to platform.
+lock: ## move constraints.txt, the versions that are installed and tested, to the newest
+	rm -rf .venv-newest
+	$(MAKE) .venv-newest/.installed
+	{ echo '# Versions that make installs and tests. Made by `make lock`.'; \
+	.venv-newest/bin/python -m pip freeze --all --exclude-editable | sed -E '/^(nvidia-|cuda-|triton)/d; s/\+.*//'; \
+	} > constraints.new
+	mv constraints.new constraints.txt
+
 bench: .venv/.installed ## time gated networks against all dense runtimes, into output/bench
 	.venv/bin/python tools/benchmark_inference.py --output output/bench
 
@@ -32,26 +45,26 @@ sanitize: .venv/.installed ## run the tests of the kernels under AddressSanitize
 	.venv/bin/python tools/sanitize_kernels.py -n auto
 
 clean: ## remove the environments, caches and build products; output/ and data/ stay
-	rm -rf .venv .venv-oldest .venv-alone build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-oldest .venv-alone build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What an environment is made anew for
 PACKAGE = setup.py pyproject.toml timm_gated/version.py $(wildcard timm_gated/csrc/*)
 
-.venv/.installed: $(PACKAGE)
-	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install $(PIP_FLAGS) --upgrade pip
-	.venv/bin/python -m pip install $(PIP_FLAGS) -e '.[all]'
-	touch $@
+# Environments differ in their extras and in the constraints that pip, the packages and their builds are held to.
+.venv/.installed .venv-newest/.installed .venv-oldest/.installed: EXTRAS = all
+.venv-alone/.installed: EXTRAS = analysis,bench,dev
+.venv/.installed .venv-alone/.installed: CONSTRAINTS = cat constraints.txt
+.venv-newest/.installed: CONSTRAINTS = echo '# none'
+.venv-oldest/.installed: CONSTRAINTS = \
+	grep -vE "^($$(sed -nE 's/==.*/|/p' tests/oldest.txt | tr -d '\n'))==" constraints.txt | cat - tests/oldest.txt
 
-.venv-oldest/.installed: $(PACKAGE) tests/oldest.txt
-	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install $(PIP_FLAGS) --upgrade pip
-	.venv-oldest/bin/python -m pip install $(PIP_FLAGS) -c tests/oldest.txt -e '.[all]'
-	touch $@
-
-.venv-alone/.installed: $(PACKAGE)
-	$(PYTHON) -m venv .venv-alone
-	.venv-alone/bin/python -m pip install $(PIP_FLAGS) --upgrade pip
-	.venv-alone/bin/python -m pip install $(PIP_FLAGS) -e '.[analysis,bench,dev]'
+.venv/.installed .venv-alone/.installed: constraints.txt
+.venv-oldest/.installed: constraints.txt tests/oldest.txt
+.venv/.installed .venv-alone/.installed .venv-newest/.installed .venv-oldest/.installed: $(PACKAGE)
+	$(PYTHON) -m venv --clear $(@D)
+	$(CONSTRAINTS) > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install $(PIP_FLAGS) --upgrade -c $(@D)/constraints.txt pip
+	$(@D)/bin/python -m pip install $(PIP_FLAGS) -c $(@D)/constraints.txt --build-constraint $(@D)/constraints.txt \
+		-e '.[$(EXTRAS)]'
 	touch $@

@@ -5,9 +5,21 @@
 
 (torch.hub takes every callable here whose name has no underscore before it for an entry point.)
 """
+from functools import wraps as _wraps
+
+import timm as _timm
+
 import timm_gated as _timm_gated  # noqa: F401  (registers the models)
 from timm_gated.zoo import entry_points as _entry_points
 
 dependencies = ['torch', 'torchvision', 'timm', 'huggingface_hub', 'safetensors', 'yaml', 'numpy', 'tqdm']
 
-globals().update(_entry_points())
+
+def _creator(name, entry_point):
+    @_wraps(entry_point)
+    def create(pretrained=False, **kwargs):
+        return _timm.create_model(name, pretrained=pretrained, **kwargs)
+    return create
+
+
+globals().update({_name: _creator(_name, _entry_point) for _name, _entry_point in _entry_points().items()})

@@ -60,7 +60,7 @@ INSTALL_REQUIRES = [
     # The lower bounds are those of tests/oldest.txt, which `make oldest` runs the tests with.
     'torch>=2.9.1,!=2.13.*',  # no torchvision matches the CPU build of 2.13
     'torchvision>=0.24.1',
-    'timm>=1.0.29',
+    'timm>=1.0.31',  # records and restores the arguments of a model; evaluators
     'huggingface_hub>=1.20.0',  # compares checksums, and goes on with interrupted downloads
     'safetensors',
     'pyyaml',
@@ -112,13 +112,16 @@ setup(
     package_data={'timm_gated': ['weights/*']},
     ext_modules=[KERNELS],
     cmdclass={'build_ext': BuildKernels},
-    python_requires='>=3.10',
+    python_requires='>=3.11',
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS,
     classifiers=[
         'Development Status :: 4 - Beta',
         'Intended Audience :: Science/Research',
         'Programming Language :: Python :: 3',
+        'Programming Language :: Python :: 3.11',
+        'Programming Language :: Python :: 3.12',
+        'Programming Language :: Python :: 3.13',
         'Topic :: Scientific/Engineering :: Artificial Intelligence',
     ],
 )

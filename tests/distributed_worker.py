@@ -189,6 +189,14 @@ def check_statistics(rank: int) -> None:
         assert all(torch.equal(shares[name].nan_to_num(2), share.nan_to_num(2)) for name, share in expected.items())
     assert parts.counts() == whole.counts() and used == macs.per_sample.sum()
 
+    task = ClassificationTask(model, verbose=False)
+    evaluator = task.create_evaluator(max_samples=own)
+    for batch in torch.tensor(mine).split(3):
+        evaluator.update(model(x[batch]), batch % 3)
+    metrics = evaluator.compute(distributed=True)
+    torch.testing.assert_close(metrics['macs_share'], macs.share)
+    torch.testing.assert_close(metrics['gate_density'], whole.density())
+
 
 def main(output: Path) -> None:
     dist.init_process_group('gloo')

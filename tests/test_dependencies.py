@@ -2,7 +2,11 @@
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,6 +58,18 @@ def test_without_mmseg(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     # (which the script saw to: nothing above had need of it)
     assert re.search("No module named 'mm(seg|engine|cv)", done.stdout), done.stdout
+
+
+def test_the_lock_has_a_version_for_every_requirement():
+    """What `make` installs is what the package asks for; `make lock` writes it anew."""
+    comment, *lines = (ROOT / 'constraints.txt').read_text().splitlines()
+    pins = {canonicalize_name(name): version for name, version in (line.split('==') for line in lines)}
+    required = [Requirement(text) for text in metadata.requires('timm-gated')]
+    assert len(required) > 30
+    for requirement in required:
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
+    assert {'pip', 'setuptools'} <= set(pins)
+    assert not any(name.startswith(('nvidia', 'cuda', 'triton')) for name in pins)  # torch's own
 
 
 def test_the_oldest_versions_are_the_lower_bounds():

@@ -92,8 +92,11 @@ def test_options_of_forward_intermediates(name):
     assert torch.equal(stopped, everything[1])
     with pytest.raises(AssertionError, match='NCHW'):
         model.forward_intermediates(x, output_fmt='NHWC')
-    assert model.prune_intermediate_layers([0, 1]) == [0, 1]
-    assert isinstance(model.layer2, nn.Identity) and isinstance(model.fc, nn.Identity)
+    resnet = timm.create_model('resnet18', device='meta')  # what it does with the layers, ours do
+    assert model.prune_intermediate_layers([0, 1]) == resnet.prune_intermediate_layers([0, 1]) == [0, 1]
+    for layer in ('layer2', 'layer3', 'fc'):
+        assert type(getattr(model, layer)) is type(getattr(resnet, layer))
+    assert model.num_features == model.feature_info[1]['num_chs']
     assert torch.equal(model.forward_intermediates(x, indices=[1], intermediates_only=True)[0], everything[1])
 
 

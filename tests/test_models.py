@@ -13,6 +13,7 @@ from nets import (
     SMALL,
     TINY,
     dense_twin,
+    depth,
     family,
     gate_loss,
     gating_keys,
@@ -269,16 +270,21 @@ def test_global_pool(name, global_pool):
 
 @pytest.mark.parametrize('name', SMALL)
 def test_classifier(name):
+    """As timm's own: the head of a ResNet is changed in the same way, whatever way that is."""
     model = timm.create_model(name, **TINY[name]).eval()
+    resnet = timm.create_model(f'resnet{depth(name)}' if is_imagenet(name) else 'resnet18').eval()
     assert model.get_classifier() is model.fc and model.get_classifier(name_only=True) == 'fc'
-    model.reset_classifier(5)
-    assert model.num_classes == 5 and model.fc.out_features == 5
-    assert model(images()).shape == (2, 5)
-    model.reset_classifier(0, 'max')
-    assert isinstance(model.fc, nn.Identity) and model(images()).shape == (2, model.num_features)
-    model.reset_classifier(6, 'catavgmax')
-    assert model(images()).shape == (2, 6)
-    assert model.head_hidden_size == model.num_features
+    for change in ((5,), (0, 'max'), (6, 'catavgmax'), (7,), (3, 'avg'), (0, '')):
+        for network in (model, resnet):
+            network.reset_classifier(*change)
+        ours, theirs = model(images()), resnet(images())
+        assert ours.shape[0] == theirs.shape[0] and ours.ndim == theirs.ndim
+        assert ours.shape[1] / (model.num_features if not change[0] else 1) == (
+            theirs.shape[1] / (resnet.num_features if not change[0] else 1))
+        assert model.head_hidden_size / model.num_features == resnet.head_hidden_size / resnet.num_features
+        for attribute in ('num_classes', 'training'):
+            assert getattr(model, attribute) == getattr(resnet, attribute)
+        assert type(model.fc) is type(resnet.fc) and model.global_pool.pool_type == resnet.global_pool.pool_type
 
 
 @pytest.mark.parametrize('name', SMALL)

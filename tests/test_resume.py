@@ -62,7 +62,9 @@ class Training:
         return found[0] if found else None
 
     def result(self) -> Dict[str, Any]:
-        return torch.load(self.folder / 'last.pth.tar', weights_only=True)
+        """The last checkpoint, without timm's list of the files beside it: a kill may have left fewer of them."""
+        checkpoint = torch.load(self.folder / 'last.pth.tar', weights_only=True)
+        return {key: value for key, value in checkpoint.items() if key != 'saver'}
 
 
 def by_step(reports: List[Dict[str, Any]]) -> Dict[Any, Dict[str, Any]]:

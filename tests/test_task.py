@@ -241,7 +241,8 @@ def test_parts_are_logged(caplog):
         train_epochs(task, 2, steps=4)
         task.get_task_state()
     lines = [record.message for record in caplog.records if record.name == 'timm_gated.task']
-    assert [line[:15] for line in lines] == [f'Gates: {e} [   {s}]' for e in (0, 1) for s in (0, 2, 3)]
+    assert [line[:15] for line in lines] == [
+        f'Gates: {epoch} {what}' for epoch in (0, 1) for what in ('[   0]', '[   2]', '[   3]', 'valida')]
     for part in (
             'task_loss', 'batch_shaping_loss', 'l0_loss', 'lam: 0.75', 'gamma: 0.0', 'gate_density: ',
             'gate_density_eval: '):

@@ -50,6 +50,8 @@ def train(report: Callable, name: str, model_args: Dict[str, Any], folder: Path,
     saver = CheckpointSaver(
         task.get_trainable_module(), optimizer, task=task, amp_scaler=scaler, checkpoint_dir=str(folder),
         recovery_dir=str(folder), decreasing=True)
+    if resume is not None:
+        saver.load_state_dict_from_checkpoint(str(resume))
     scheduler, _ = create_scheduler_v2(
         optimizer, sched='cosine', num_epochs=epochs, updates_per_epoch=STEPS // ACCUMULATED)
     if start_epoch > 0:

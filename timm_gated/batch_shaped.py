@@ -14,7 +14,7 @@ import timm
 import torch.nn as nn
 from timm.models import register_model
 
-from .hub_config import checked_origin
+from .hub_config import check_entry_args
 from .objective import shape_features
 
 __all__: list = []
@@ -45,7 +45,8 @@ def batch_shaped(
     """
     if not features:
         raise ValueError("batch_shaped needs `features`, such as {'layer3.1.act1': 'normal'}, got none.")
-    with checked_origin('batch_shaped', kwargs.get('pretrained_cfg'), cache_dir=kwargs.get('cache_dir')):
-        model = timm.create_model(network, pretrained=pretrained, **kwargs)
-        shape_features(model, features, weight, epochs, reduction, channel_dim)
+    check_entry_args(kwargs)
+    model: Any = timm.create_model(network, pretrained=pretrained, **kwargs)
+    shape_features(model, features, weight, epochs, reduction, channel_dim)
+    model.pretrained_cfg['architecture'] = 'batch_shaped'  # by which a saved config makes it again
     return model

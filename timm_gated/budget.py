@@ -45,6 +45,8 @@ def mac_formula(network: nn.Module, input_size: Tuple[int, ...]) -> MacFormula:
     tensors: Dict[int, Any] = {id(p): nn.Parameter(p.to('meta'), requires_grad=False) for p in network.parameters()}
     tensors.update({id(buffer): buffer.to('meta') for buffer in network.buffers()})
     twin = copy.deepcopy(network, tensors).eval()
+    for module in twin.modules():  # whoever listens to the network does not want to hear of its copy
+        module._forward_hooks.clear()
     dtype = next(network.parameters()).dtype
     with MacCounter(twin) as counter:
         twin(torch.empty(1, *input_size, dtype=dtype, device='meta'))

@@ -13,7 +13,6 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .gate import gates
-from .hub_config import NOT_STORED
 from .statistics import GateCounts
 
 __all__ = ['SOMEWHERE', 'model_card', 'training_settings']
@@ -31,8 +30,9 @@ _CITATION = """\
 
 # Of a training's settings: of the machine, its folders and its logs, and what says nothing about the result.
 _OF_THE_MACHINE = {
-    *NOT_STORED, 'config', 'data', 'data_dir', 'device_modules', 'experiment', 'local_rank', 'log_wandb', 'output',
-    'pin_mem', 'resume', 'wandb_project', 'wandb_resume_id', 'wandb_tags', 'workers'} - {'num_classes', 'dtype'}
+    'config', 'data', 'data_dir', 'device', 'device_modules', 'experiment', 'local_rank', 'log_interval', 'log_wandb',
+    'output', 'pin_mem', 'resume', 'snapshot_dir', 'snapshot_gates', 'wandb_project', 'wandb_resume_id', 'wandb_tags',
+    'workers'}
 
 
 def model_card(

@@ -136,8 +136,8 @@ class CifarResNet(nn.Module):
             self.feature_info.append(dict(num_chs=planes, reduction=net_stride, module=name))
         self.stage_names = [info['module'] for info in self.feature_info[1:]]
 
-        self.num_features = self.head_hidden_size = channels[-1]
-        self.global_pool, self.fc = create_classifier(self.num_features, num_classes, pool_type=global_pool, **dd)
+        self.num_features = channels[-1]
+        self._create_head(global_pool, **dd)
         narrow_maps(self, inner_channels)
         self.init_weights(zero_init_last=zero_init_last)
 
@@ -165,10 +165,24 @@ class CifarResNet(nn.Module):
     def get_classifier(self, name_only: bool = False) -> Union[str, nn.Module]:
         return 'fc' if name_only else self.fc
 
-    def reset_classifier(self, num_classes: int, global_pool: str = 'avg') -> None:
+    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+        """Reset the classifier head.
+
+        Args:
+            num_classes: Number of classes of the new classifier.
+            global_pool: Global pooling type; the current one by default.
+        """
         self.num_classes = num_classes
-        dd = get_device_dtype(self)
-        self.global_pool, self.fc = create_classifier(self.num_features, num_classes, pool_type=global_pool, **dd)
+        if global_pool is None:
+            global_pool = self.global_pool.pool_type
+        self._create_head(global_pool, **get_device_dtype(self))
+        self.global_pool.train(self.training)
+        self.fc.train(self.training)
+
+    def _create_head(self, global_pool: str, device=None, dtype=None) -> None:
+        self.global_pool, self.fc = create_classifier(
+            self.num_features, self.num_classes, pool_type=global_pool, device=device, dtype=dtype)
+        self.head_hidden_size = self.num_features * self.global_pool.feat_mult()
 
     def forward_intermediates(
             self,
@@ -208,8 +222,11 @@ class CifarResNet(nn.Module):
         """Prune layers not required for specified intermediates."""
         take_indices, max_index = feature_take_indices(len(self.stage_names) + 1, indices)
         for name in self.stage_names[max_index:]:
-            setattr(self, name, nn.Identity())
-        if prune_head:
+            setattr(self, name, nn.Sequential())  # which recomputation can take apart
+        prune_end = max_index < len(self.stage_names)
+        if prune_end:
+            self.num_features = self.feature_info[max_index]['num_chs']
+        if prune_head or prune_end:
             self.reset_classifier(0, '')
         return take_indices
 

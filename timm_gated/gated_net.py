@@ -8,7 +8,7 @@ import logging
 import re
 from collections import Counter
 from functools import partial
-from typing import Any, Callable, Collection, Dict, List, Mapping, Optional, Set, Tuple, Type
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, Type
 
 import torch
 import torch.nn as nn
@@ -17,7 +17,7 @@ from timm.models import build_model_with_cfg, clean_state_dict, list_models, mod
 from .budget import MacBudget
 from .checks import check_number
 from .gate import ChannelGate, Gate, Gating
-from .hub_config import MAKING, checked_origin, options_of_class
+from .hub_config import check_entry_args
 from .narrow import Channels, narrow_maps
 from .objective import GateLosses, Objective, objectives
 
@@ -29,6 +29,11 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 StateDict = Dict[str, Any]
+
+# Arguments of an entry point that are not options of its network: the block, and what timm's builder takes.
+_NOT_DENSE = frozenset({
+    *inspect.signature(build_model_with_cfg).parameters,
+    'block', 'features_only', 'out_indices', 'feature_cls', 'device', 'dtype'})
 
 
 class GatedNet(nn.Module):
@@ -48,13 +53,11 @@ class GatedNet(nn.Module):
 
     Attributes:
         gating_options: Names of the options that the same network without gates does not have.
-        model_args: Options of the entry point that the model was made with.
         dense_variant: Entry point of the same network without gates.
         dense_args: Its options.
     """
 
     gating_options: Tuple[str, ...] = ('gated_channels', 'budget', 'budget_weight', 'gather_gates')
-    model_args: Dict[str, Any]
     dense_variant: str
     dense_args: Dict[str, Any]
     pretrained_cfg: Dict[str, Any]
@@ -107,38 +110,20 @@ class GatedNet(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
 
-def build_model(
-        model_cls: Type[nn.Module],
-        variant: str,
-        pretrained: bool,
-        model_args: Optional[Mapping[str, Any]] = None,
-        more_options: Collection[str] = (),
-        **kwargs,
-) -> Any:
-    """timm's builder. The model gets the options that it was made with as `model_args`, to be saved in its config.
-
-    A config from the hub or from a folder may set options of the model only, see `timm_gated.hub_config`.
+def build_model(model_cls: Type[nn.Module], variant: str, pretrained: bool, **kwargs) -> Any:
+    """timm's builder, with a check of what a config from elsewhere asks for.
 
     Args:
         model_cls: Class of the model.
         variant: Name of the entry point.
         pretrained: Load the weights of the pretrained config.
-        model_args: The options of the entry point, if they are not those of the class.
-        more_options: Names of the options that are not those of the class.
-        **kwargs: Of timm's builder, and options of the model.
+        **kwargs: Arguments of timm's builder, and options of the model.
     """
-    known = {*options_of_class(model_cls), *more_options}
-    with checked_origin(variant, kwargs.get('pretrained_cfg'), known, kwargs.get('cache_dir')):
-        model: Any = build_model_with_cfg(model_cls, variant, pretrained, **kwargs)
-    model.model_args = _options_of_model(kwargs if model_args is None else model_args)
+    check_entry_args(kwargs)
+    model: Any = build_model_with_cfg(model_cls, variant, pretrained, **kwargs)
     # A config of a hub or a folder has lists for tuples, which timm's ONNX exporter does not take.
     model.pretrained_cfg.update({k: tuple(v) for k, v in model.pretrained_cfg.items() if isinstance(v, list)})
     return model
-
-
-def _options_of_model(kwargs: Mapping[str, Any]) -> Dict[str, Any]:
-    """Without what belongs to the entry point, or to the way in which a model is made."""
-    return {k: v for k, v in kwargs.items() if k not in MAKING}
 
 
 def create_gated_net(
@@ -149,7 +134,6 @@ def create_gated_net(
         gate_layer: Type[Gate] = ChannelGate,
         objective: Optional[Type[Objective]] = GateLosses,
         recipe: Optional[Mapping[str, Any]] = None,
-        more_options: Collection[str] = (),
         **kwargs,
 ) -> Any:
     """Build a gated network with timm's builder.
@@ -167,10 +151,8 @@ def create_gated_net(
         gate_layer: Class of the gates; the blocks get it, with its options, as `gate_layer`.
         objective: Class of what the network is trained with beside its task loss and a budget; None for nothing.
         recipe: Default arguments of the objective: the schedule for the family's data set.
-        more_options: Names of options that the entry point adds to `model_args` itself.
         **kwargs: Options of gates, objective and of the ResNet.
     """
-    model_args = dict(kwargs)
     loss_options = [] if objective is None else _options(objective)
     losses = {k: kwargs.pop(k) for k in loss_options if k in kwargs}
     names = {f'gate_{option.removesuffix("_channels")}': option for option in _options(gate_layer)}
@@ -182,8 +164,6 @@ def create_gated_net(
         model_cls,
         variant,
         pretrained,
-        model_args=model_args,
-        more_options=(*more_options, *loss_options, *names, *block_options),
         pretrained_filter_fn=checkpoint_filter_fn,
         objective=None if objective is None else partial(objective, **{**(recipe or {}), **losses}),
         **dict(kwargs, block_args=dict(block_args, gate_layer=partial(gate_layer, **gate_args), **gating)),
@@ -191,7 +171,7 @@ def create_gated_net(
     model.dense_variant = dense_variant
     if block_args:
         kwargs['block_args'] = block_args
-    model.dense_args = _options_of_model({k: v for k, v in kwargs.items() if k not in model_cls.gating_options})
+    model.dense_args = {k: v for k, v in kwargs.items() if k not in _NOT_DENSE and k not in model_cls.gating_options}
     return model
 
 

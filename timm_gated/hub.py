@@ -6,6 +6,7 @@ figures, and downloads that are checked, by their checksums and by loading them,
 safetensors throughout; pickles are neither written nor fetched.
 """
 import copy
+import json
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from timm.models import filter_pretrained_cfg, save_for_hf
+from timm.models import save_for_hf
 
 from .card import SOMEWHERE, model_card
 from .files import check_new, explained, new_folder
@@ -32,9 +33,6 @@ from .zoo import entry_points
 __all__ = ['check_pretrained', 'pull_from_hub', 'push_to_hub', 'save_pretrained']
 
 CONFIG, WEIGHTS, CARD = 'config.json', 'model.safetensors', 'README.md'
-
-# Entries of a pretrained config that say where weights are; of a folder, they are in the folder.
-_PLACES = ('url', 'file', 'state_dict', 'hf_hub_id', 'hf_hub_filename', 'source')
 
 
 def save_pretrained(
@@ -58,15 +56,11 @@ def save_pretrained(
         >>> timm.create_model('local-dir:pruned', pretrained=True)
     """
     check_new(directory)
-    made = hasattr(model, 'model_args') and hasattr(model, 'num_classes')
-    if not made or 'architecture' not in getattr(model, 'pretrained_cfg', {}):
+    if not hasattr(model, '_model_args') or not hasattr(model, 'num_classes'):
         raise ValueError(
-            f'this {type(model).__name__} does not know how it was made, so it could not be made again: only models of '
-            f'this package that timm.create_model made can be saved.')
-    model_args = storable(model.model_args)
-    if model.num_classes:
-        model_args['global_pool'] = model.global_pool.pool_type  # which may have changed with the head
-    config: Dict[str, Any] = {'pretrained_cfg': _pretrained_cfg(model)}
+            f'this {type(model).__name__} does not know how it was made, so it could not be made again. Only '
+            f'classifiers made by timm.create_model can be saved.')
+    config: Dict[str, Any] = {}
     if label_names is not None:
         if len(label_names) != model.num_classes:
             raise ValueError(f'the model has {model.num_classes} outputs, got {len(label_names)} names for them.')
@@ -75,25 +69,20 @@ def save_pretrained(
     if not all(tensor.is_contiguous() for tensor in model.state_dict().values()):  # channels last
         model = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
     with new_folder(directory) as partial:
-        save_for_hf(model, str(partial), model_config=config, model_args=model_args, safe_serialization=True)
+        save_for_hf(model, str(partial), model_config=config, safe_serialization=True)
+        _tidy_config(partial / CONFIG)
         (partial / CARD).write_text(card, encoding='utf-8')
         (partial / WEIGHTS).chmod((partial / CONFIG).stat().st_mode)  # which safetensors closes to others
         _check_fit(partial, str(directory))
     return Path(directory)
 
 
-def _pretrained_cfg(model: Any) -> Dict[str, Any]:
-    """What a config says about the images of a model: not where the weights are, nor which they were to begin with."""
-    own = filter_pretrained_cfg(model.pretrained_cfg, remove_source=True, remove_null=True)
-    cfg = {k: v for k, v in own.items() if k not in (*_PLACES, 'architecture', 'tag')}
-    channels = model.model_args.get('in_chans', cfg['input_size'][0])
-    cfg.update(num_classes=model.num_classes, input_size=[channels, *cfg['input_size'][1:]])
-    if channels not in (1, 3):
-        cfg['first_conv'] = None  # timm would take the stem for one of three channels, and begin it afresh
-    if len(cfg.get('label_names') or ()) != model.num_classes:  # of another head
-        cfg.pop('label_names', None)
-        cfg.pop('label_descriptions', None)
-    return cfg
+def _tidy_config(path: Path) -> None:
+    """Take out of a config what is not of the weights beside it: options of a training, and the tag they began with."""
+    config = json.loads(path.read_text(encoding='utf-8'))
+    config['model_args'] = storable(config['model_args'])
+    config['pretrained_cfg'].pop('tag', None)
+    path.write_text(json.dumps(config, indent=2), encoding='utf-8')
 
 
 def check_pretrained(directory: Union[str, Path]) -> nn.Module:
@@ -130,12 +119,6 @@ def _check_fit(directory: Path, where: str) -> None:
         raise ValueError(
             f'{path} is of {name[:80]!r}, which is not a model of this package. timm_gated.list_gated_models() lists '
             f'them; those of timm need none of this.')
-    cfg = config.get('pretrained_cfg', {})
-    places = [key for key in _PLACES if cfg.get(key) is not None] + ['custom_load'] * bool(cfg.get('custom_load'))
-    if places or cfg.get('architecture', name) != name:
-        raise ValueError(
-            f"'pretrained_cfg' of {path} must describe the weights beside it, but it sets "
-            f"{', '.join(places) or 'another architecture'}. Take it out there.")
     check_model_args(config.get('model_args', {}), path)
     if not (directory / WEIGHTS).is_file():
         there = sorted(other.name for other in directory.iterdir() if other.name not in (CONFIG, CARD))

@@ -15,6 +15,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optio
 import timm
 import torch
 import torch.nn as nn
+from timm.models._input import update_model_args
 
 from .checks import check_number
 from .gate import ChannelGate, Gating, gates, unwrap
@@ -269,7 +270,7 @@ def _(network: GatedNet) -> nn.Module:
     """Of timm's families."""
     widths = inner_channels(network)
     if gates(network):
-        network.model_args = {**network.model_args, 'inner_channels': widths, 'gated_channels': gated_channels(network)}
+        update_model_args(network, inner_channels=widths, gated_channels=gated_channels(network))
         return network
     args = {**network.dense_args, 'inner_channels': widths, 'num_classes': network.num_classes}
     dense: Any = timm.create_model(network.dense_variant, **args)
@@ -387,7 +388,7 @@ class _ImagesOf:
 def _cut_head(model: Any, classes: Sequence[int]) -> None:
     """Keep the outputs of some classes. In place."""
     whole = _check_head(model, classes)
-    model.reset_classifier(len(classes), global_pool=model.global_pool.pool_type)
+    model.reset_classifier(len(classes))
     with torch.no_grad():
         for name, parameter in model.get_classifier().named_parameters():
             parameter.copy_(getattr(whole, name)[list(classes)])

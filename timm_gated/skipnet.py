@@ -220,11 +220,8 @@ def _create(create: Callable[..., Any], depth: int, pretrained: bool = False, ga
         raise ValueError(
             f'a budget trains gates through their masks, which are samples without a gradient in the hybrid stage; '
             f'got budget={kwargs["budget"]}. Use alpha.')
-    model = create(
-        f'skipnet_resnet{depth}', depth, pretrained, gate_layer=GATES[gate], objective=Skipping, more_options=('gate',),
-        **kwargs)
-    model.model_args['gate'] = gate
-    return model
+    return create(
+        f'skipnet_resnet{depth}', depth, pretrained, gate_layer=GATES[gate], objective=Skipping, **kwargs)
 
 
 def _create_imagenet(depth: int, pretrained: bool = False, **kwargs) -> SkipResNet:

@@ -12,6 +12,8 @@ first objective is made.
 Progress: schedules step once an epoch, like timm's learning rate. A task is not told the epoch; it begins a new one
 at the first training step after the model's `train()`, which training loops call at the start of every epoch.
 The count is part of the task's state, so checkpoints carry it and `--resume` continues it.
+
+What a validation costs is reported beside its accuracy, see `timm_gated.evaluator`.
 """
 import functools
 import logging
@@ -21,6 +23,8 @@ import torch
 import torch.nn as nn
 from timm.task import TrainingTask
 
+from .evaluator import EvaluationMonitor
+from .gate import gates
 from .installation import on_first_use
 from .objective import Objective, Step, gate_density, objectives
 from .precision import full_precision
@@ -42,6 +46,7 @@ class ObjectiveTask(TrainingTask):
         super().__init__(*args, **kwargs)
         self.gate_epoch = -1
         self._log = _RunningLog()
+        self._monitor = EvaluationMonitor()
         if self.verbose:
             for objective in self._objectives():
                 _logger.info(f'{type(self).__name__}: {type(objective).__name__}({objective.extra_repr()})')
@@ -52,7 +57,28 @@ class ObjectiveTask(TrainingTask):
         for objective in self._objectives():
             objective.epoch_begins = False
 
+    def create_evaluator(self, **kwargs) -> Any:
+        """As the task's own, with `macs_share` and `gate_density` of the evaluated model among the metrics."""
+        evaluator = super().create_evaluator(**kwargs)
+        model = self.get_eval_model()
+        if model is None or not gates(model):
+            return evaluator
+        self._watch_evaluations()
+        return self._monitor.evaluator(evaluator, kwargs.get('max_samples'))
+
+    def _watch_evaluations(self) -> None:
+        for name, model in (('', self.get_eval_model()), (' (EMA)', self.get_eval_model(ema=True))):
+            if model is not None:
+                self._monitor.watch(model, name)
+
+    def _log_evaluations(self) -> None:
+        self._log.flush()  # of the epoch before
+        for name, means in self._monitor.take_means().items():
+            if self.verbose:
+                _logger.info(f'Gates: {self.gate_epoch} validation{name}  {_listed(means)}')
+
     def _begin_epoch(self, epoch: int) -> None:
+        self._log_evaluations()
         self.gate_epoch = epoch
         for model in (self.get_trainable_module(), self.get_trainable_module(ema=True)):
             if model is not None:
@@ -76,6 +102,8 @@ class ObjectiveTask(TrainingTask):
             return super().forward(input, target)
         if model.training and (self.gate_epoch < 0 or any(objective.epoch_begins for objective in active)):
             self.set_epoch(self.gate_epoch + 1)
+        if model.training:
+            self._watch_evaluations()
         result: Dict[str, Any] = super().forward(input, target)
         loss, step = result['loss'], Step(input, result['output'], target)
         result.setdefault('task_loss', loss)
@@ -97,7 +125,7 @@ class ObjectiveTask(TrainingTask):
         return result
 
     def get_task_state(self, module: Optional[nn.Module] = None, ema: bool = False) -> Dict[str, Any]:
-        self._log.flush()  # a checkpoint is written at the end of an epoch
+        self._log_evaluations()  # a checkpoint is written at the end of an epoch
         for objective in self._objectives():
             objective.flush()
         state = super().get_task_state(module=module, ema=ema)
@@ -142,8 +170,11 @@ class _RunningLog:
             return
         means = {k: sum(float(entry[k]) for entry in self.history) / len(self.history) for k in self.history[0]}
         self.history = []
-        _logger.info(
-            f'Gates: {self.epoch} [{self.step:>4d}]  ' + '  '.join(f'{k}: {v:#.4g}' for k, v in means.items()))
+        _logger.info(f'Gates: {self.epoch} [{self.step:>4d}]  {_listed(means)}')
+
+
+def _listed(values: Dict[str, float]) -> str:
+    return '  '.join(f'{k}: {v}' if isinstance(v, int) else f'{k}: {v:#.4g}' for k, v in values.items())
 
 
 @functools.cache
