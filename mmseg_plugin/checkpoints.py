@@ -35,7 +35,7 @@ from timm.models import (
 from timm.models._hub import load_state_dict_from_path
 
 from timm_gated.cut_checkpoints import cut_explained, others_beside
-from timm_gated.files import add_note, explained, new_file
+from timm_gated.files import explained, new_file
 from timm_gated.gated_net import rename_linear_head
 from timm_gated.installation import on_first_use
 from timm_gated.zoo import entry_points, list_weights
@@ -79,13 +79,12 @@ def extend_checkpoint_loader() -> None:
                 return load(cls, filename, *args, **kwargs)
         except FileNotFoundError as error:
             if not filename:  # what mmengine reads from a last_checkpoint that it was about to write
-                add_note(
-                    error,
+                error.add_note(
                     f'There is no checkpoint to load: the name is empty. If this is --resume, the training was killed '
                     f'while it wrote the file last_checkpoint in its work_dir, where the checkpoints are. {_ADVICE}.')
             # mmengine removes a checkpoint before it writes the next: killed between, last_checkpoint names none.
             elif '://' not in path and not os.path.exists(path):
-                add_note(error, others_beside(path, _ADVICE))
+                error.add_note(others_beside(path, _ADVICE))
             raise
 
     CheckpointLoader.load_checkpoint = classmethod(load_checkpoint)

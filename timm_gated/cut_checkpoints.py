@@ -21,7 +21,7 @@ import timm.task  # noqa: F401  (it is patched, by its modules' names)
 from safetensors import SafetensorError, safe_open
 from timm.utils import CheckpointSaver
 
-from .files import add_note, sync_file
+from .files import sync_file
 from .gate import gates
 from .installation import on_first_use
 from .objective import objectives
@@ -80,8 +80,7 @@ def cut_explained(path: Any, advice: str = 'Take one of them instead') -> Iterat
     except Exception as error:
         with suppress(OSError):  # not for this user to read
             if isinstance(path, (str, Path)) and os.path.isfile(path) and is_cut(path):
-                add_note(
-                    error,
+                error.add_note(
                     f'{path} is cut short: whatever wrote it was killed, or the disk was full. Nothing of it was '
                     f'loaded. {others_beside(path, advice)}')
         raise

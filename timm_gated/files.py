@@ -11,12 +11,7 @@ from typing import Iterator, Union
 import torch
 from huggingface_hub.errors import HTTPError
 
-__all__ = ['add_note', 'check_new', 'explained', 'new_file', 'new_folder', 'sync_file']
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Python's `error.add_note(note)`, which Python 3.10 does not have."""
-    error.__notes__ = [*getattr(error, '__notes__', ()), note]
+__all__ = ['check_new', 'explained', 'new_file', 'new_folder', 'sync_file']
 
 
 @contextmanager
