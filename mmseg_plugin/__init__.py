@@ -1,12 +1,13 @@
 """Channel-gated networks for mmsegmentation: a thin adapter over `timm_gated`
 
-Importing this package, as the configs do through `custom_imports`, registers everything with mmseg.
+Importing this package, as the configs do through `custom_imports`, registers everything with mmseg. It changes nothing
+that models without gates use.
 """
 from timm_gated.version import __version__ as __version__
 
 from . import compat  # noqa: F401, I001  (before anything of mmseg)
 from .backbones import GatedResNet, GatedResNetV1c, GatedResNetV1d, SlimResNet
-from .checkpoints import WholeFileBackend, load_from_local, load_from_safetensors, load_from_timm_gated
+from .checkpoints import WholeFileBackend, load_from_safetensors, load_from_timm_gated
 from .datasets import CamVidDataset
 from .hooks import GateLossScheduleHook, GateStatisticsHook
 from .losses import BatchShapingLoss, FeatureShapingLoss, L0Loss
@@ -30,7 +31,6 @@ __all__ = [
     'SlimResNet',
     'TimmGatedBackbone',
     'WholeFileBackend',
-    'load_from_local',
     'load_from_safetensors',
     'load_from_timm_gated',
 ]

@@ -16,6 +16,7 @@ from mmengine.runner import Runner, load_checkpoint
 from mmseg.registry import MODELS
 
 from timm_gated.analysis.sources import Data
+from timm_gated.files import explained
 from timm_gated.record import Outcome
 
 __all__ = ['create_segmentation', 'load_config', 'relabel', 'segmentation_outcome']
@@ -45,7 +46,8 @@ def create_segmentation(
             f"gates decide once for every crop, so an image must be run as a whole: test_cfg.mode must be 'whole', got "
             f"'{model.test_cfg.get('mode')}'. Override it with --cfg-options model.test_cfg.mode=whole.")
     if checkpoint:
-        load_checkpoint(model, checkpoint, map_location='cpu')
+        with explained(f'the checkpoint {checkpoint} does not load into the model of {config}'):
+            load_checkpoint(model, checkpoint, map_location='cpu')
     loader = Runner.build_dataloader(cfg.test_dataloader)
     dataset: Any = loader.dataset
     class_names = list(dataset.metainfo['classes'])

@@ -22,6 +22,7 @@ from timm_gated.blocks import GatedConvs, check_maps
 from timm_gated.gate import ChannelGate, GatePool, apply_gate, gates
 from timm_gated.gated_net import check_incoming
 from timm_gated.inference.program import Trunk, register_forward, trunk
+from timm_gated.installation import install
 from timm_gated.narrow import Channels, gated_channels, inner_channels, narrow_maps
 from timm_gated.pruning import without_gates
 
@@ -175,6 +176,7 @@ class SlimResNet(ResNet):
     """
 
     def __init__(self, inner_channels: Optional[Channels] = None, **kwargs) -> None:
+        install()
         self.resnet_args = kwargs
         super().__init__(**kwargs)
         narrow_maps(self, inner_channels)

@@ -7,9 +7,15 @@ package need no network), `local-dir:FOLDER` or `hf-hub:OWNER/NAME`. They get th
 their classifier. Files that end in `.safetensors` are taken as they are, like a `.pth`. Nothing but tensors is read.
 
 mmengine writes a checkpoint in place, and writes the last one again once it is known to be the best; killed then, a
-training could not be resumed. Here files are written whole or not at all. A checkpoint that is cut short all the same
-is refused with an error that names it and those to go on from.
+training could not be resumed. The file backend `timm_gated_local`, which our configs choose, writes files whole or not
+at all:
+
+    default_hooks = dict(checkpoint=dict(type='CheckpointHook', backend_args=dict(backend='timm_gated_local')))
+
+Once a gated segmentor is built, mmengine loads its own training checkpoints under torch's protection against code in
+them, and its errors over one that is cut short, or gone, have a note on those to go on from.
 """
+import functools
 import os
 from pathlib import Path
 from typing import Any, Dict, Union
@@ -18,7 +24,7 @@ import safetensors.torch
 import torch
 from mmengine.fileio import LocalBackend, register_backend
 from mmengine.runner.checkpoint import CheckpointLoader
-from mmengine.runner.checkpoint import load_from_local as _load_from_local
+from mmengine.utils import mkdir_or_exist
 from timm.models import (
     get_pretrained_cfg,
     is_model_pretrained,
@@ -28,32 +34,60 @@ from timm.models import (
 )
 from timm.models._hub import load_state_dict_from_path
 
-from timm_gated.cut_checkpoints import explain_load, others_beside
+from timm_gated.cut_checkpoints import cut_explained, others_beside
 from timm_gated.files import explained, new_file
 from timm_gated.gated_net import rename_linear_head
+from timm_gated.installation import on_first_use
 from timm_gated.zoo import entry_points, list_weights
 
+from .compat import history_allowed
 from .convert import timm_to_mmseg
 
-__all__ = ['WholeFileBackend', 'load_from_local', 'load_from_safetensors', 'load_from_timm_gated']
+__all__ = ['WholeFileBackend', 'extend_checkpoint_loader', 'load_from_safetensors', 'load_from_timm_gated']
 
 PREFIX = 'timm-gated://'
 
 _ADVICE = 'A training that was killed goes on from the newest of its own by --resume --cfg-options load_from=PATH'
-_load_file = explain_load(safetensors.torch.load_file, _ADVICE)
-_load_local = explain_load(_load_from_local, _ADVICE)
 
 
-@register_backend('local', force=True, prefixes='')
+@register_backend('timm_gated_local')
 class WholeFileBackend(LocalBackend):
-    """mmengine's files on this machine, each written whole or not at all: what was there stays until then."""
+    """mmengine's files on this machine, each written whole or not at all; see `timm_gated.files.new_file`."""
 
     def put(self, obj: bytes, filepath: Union[str, Path]) -> None:
+        mkdir_or_exist(os.path.dirname(filepath))
         with new_file(filepath) as partial:
-            super().put(obj, partial)
+            partial.write_bytes(obj)
 
     def put_text(self, obj: str, filepath: Union[str, Path], encoding: str = 'utf-8') -> None:
         self.put(obj.encode(encoding), filepath)
+
+
+@on_first_use
+def extend_checkpoint_loader() -> None:
+    """Make mmengine load its training checkpoints, and explain those that do not load.
+
+    The first gated segmentor does it, or the first backbone or hook of this package.
+    """
+    load = CheckpointLoader.load_checkpoint.__func__
+
+    @functools.wraps(load)
+    def load_checkpoint(cls: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
+        path = os.path.expanduser(filename)
+        try:
+            with cut_explained(path, _ADVICE), history_allowed():
+                return load(cls, filename, *args, **kwargs)
+        except FileNotFoundError as error:
+            if not filename:  # what mmengine reads from a last_checkpoint that it was about to write
+                error.add_note(
+                    f'There is no checkpoint to load: the name is empty. If this is --resume, the training was killed '
+                    f'while it wrote the file last_checkpoint in its work_dir, where the checkpoints are. {_ADVICE}.')
+            # mmengine removes a checkpoint before it writes the next: killed between, last_checkpoint names none.
+            elif '://' not in path and not os.path.exists(path):
+                error.add_note(others_beside(path, _ADVICE))
+            raise
+
+    CheckpointLoader.load_checkpoint = classmethod(load_checkpoint)
 
 
 @CheckpointLoader.register_scheme(prefixes=PREFIX)
@@ -83,30 +117,9 @@ def load_from_safetensors(filename: str, map_location: Any = None) -> Dict[str, 
         map_location: Device of the tensors.
     """
     path = os.path.expanduser(filename)
-    _check_there(path)
-    return _moved(_load_file(path), map_location)
-
-
-@CheckpointLoader.register_scheme(prefixes='', force=True)
-def load_from_local(filename: str, map_location: Any = None) -> Any:
-    """A checkpoint from a local file, as mmengine's own loader takes it, with errors that help after a kill.
-
-    Args:
-        filename: Its path.
-        map_location: Device of the tensors.
-    """
-    if not filename:  # what mmengine reads from a last_checkpoint that it was about to write
-        raise FileNotFoundError(
-            f'there is no checkpoint to load: the name is empty. If this is --resume, the training was killed while it '
-            f'wrote the file last_checkpoint in its work_dir, where the checkpoints are. {_ADVICE}.')
-    _check_there(os.path.expanduser(filename))
-    return _load_local(filename, map_location)
-
-
-def _check_there(path: str) -> None:
-    # mmengine removes a checkpoint before it writes the next: killed between, last_checkpoint names none.
     if not os.path.isfile(path):
-        raise FileNotFoundError(f'{path} can not be found. {others_beside(path, _ADVICE)}')
+        raise FileNotFoundError(f'{path} can not be found.')
+    return _moved(safetensors.torch.load_file(path), map_location)
 
 
 def _read(name: str) -> Dict[str, torch.Tensor]:

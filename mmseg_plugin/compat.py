@@ -5,20 +5,23 @@ Imported before anything of `mmseg`. Each item says which upstream change makes 
 1. mmcv-lite has no compiled operators, but `mmseg.models` imports `mmcv.ops`, which insists on them. A placeholder for
    `mmcv._ext` lets the import pass; an operator that is really called says what to do. With a full mmcv the
    placeholder stays away. Unnecessary once mmsegmentation (1.2.2) imports `mmcv.ops` only where it uses it.
-2. Since torch 2.6 `torch.load` unpickles nothing but tensors unless told otherwise, and mmengine cannot resume its own
-   checkpoints, which hold the log's history. The types of that history are declared safe; the protection stays.
-   Unnecessary once mmengine (0.10.7) declares them itself.
+2. Since torch 2.6 `torch.load` unpickles nothing but tensors unless told otherwise, and mmengine cannot load its own
+   training checkpoints, which hold the log's history. While mmengine loads one, and once a gated segmentor is built,
+   the types of that history count as safe; the protection stays. Unnecessary once mmengine (0.10.7) declares them.
 """
 import importlib.machinery
 import importlib.util
 import sys
+import threading
 import types
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Iterator, List
 
 import numpy as np
 import torch
+from mmengine.logging.history_buffer import HistoryBuffer
 
-__all__ = ['allow_own_checkpoints', 'stand_in_for_compiled_ops']
+__all__ = ['history_allowed', 'stand_in_for_compiled_ops']
 
 
 class _NoCompiledOps(types.ModuleType):
@@ -49,23 +52,38 @@ def stand_in_for_compiled_ops() -> bool:
     return True
 
 
-def allow_own_checkpoints() -> None:
-    """Declare safe what mmengine's checkpoints hold beside tensors: the history of the log, in numpy arrays."""
-    from mmengine.logging.history_buffer import HistoryBuffer
+def _statistics_method(owner: Any, name: str) -> Any:
+    # A history names its methods by `getattr`, which as it is would open the door to any code.
+    if owner is not HistoryBuffer or name not in ('min', 'max', 'current', 'mean'):
+        raise ValueError(f'refused to load: the checkpoint asks for the attribute {name!r} of {owner!r}.')
+    return getattr(owner, name)
 
-    def statistics_method(owner: Any, name: str) -> Any:
-        # A history names its methods by `getattr`, which as it is would open the door to any code.
-        if owner is not HistoryBuffer or name not in ('min', 'max', 'current', 'mean'):
-            raise ValueError(f'refused to load: the checkpoint asks for the attribute {name!r} of {owner!r}.')
-        return getattr(owner, name)
 
-    reconstruct: Any = np.empty(0).__reduce__()[0]
-    scalar: Any = np.float64(0).__reduce__()[0]
-    dtypes = {type(np.dtype(code)) for code in '?bhilqBHILQefd'}
-    torch.serialization.add_safe_globals([
-        HistoryBuffer, (statistics_method, 'builtins.getattr'), (statistics_method, '__builtin__.getattr'),
-        reconstruct, scalar, np.ndarray, np.dtype, *dtypes])
+_HISTORY: List[Any] = [
+    HistoryBuffer,
+    (_statistics_method, 'builtins.getattr'),
+    (_statistics_method, '__builtin__.getattr'),
+    np.empty(0).__reduce__()[0],  # numpy's functions that make an array, and a scalar
+    np.float64(0).__reduce__()[0],
+    np.ndarray,
+    np.dtype,
+    *{type(np.dtype(code)) for code in '?bhilqBHILQefd'},
+]
+_lock = threading.RLock()
+
+
+@contextmanager
+def history_allowed() -> Iterator[None]:
+    """Let `torch.load` read what mmengine's checkpoints hold beside tensors: the history of the log, in numpy arrays.
+
+    Example:
+        >>> with history_allowed():
+        ...     checkpoint = torch.load('iter_4.pth')
+    """
+    with _lock:  # or one thread would take away what another has just allowed
+        allowed = torch.serialization.get_safe_globals()
+        with torch.serialization.safe_globals([item for item in _HISTORY if item not in allowed]):
+            yield
 
 
 stand_in_for_compiled_ops()
-allow_own_checkpoints()

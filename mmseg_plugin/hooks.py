@@ -13,6 +13,7 @@ from mmengine.runner import Runner
 from mmseg.registry import HOOKS
 
 from timm_gated import GateStatistics, gates
+from timm_gated.installation import install
 from timm_gated.schedules import check_epochs, linear_anneal, linear_warmup
 from timm_gated.statistics import check_threshold
 
@@ -43,6 +44,7 @@ class GateLossScheduleHook(Hook):
         if schedule not in _SCHEDULES:
             raise ValueError(f'schedule must be one of {", ".join(_SCHEDULES)}, got {schedule!r}.')
         check_epochs((begin, end), 'begin and end')
+        install()
         self.loss_name = loss_name
         self.schedule = _SCHEDULES[schedule]
         self.begin, self.end, self.by_epoch = begin, end, by_epoch
@@ -84,6 +86,7 @@ class GateStatisticsHook(Hook):
     """
 
     def __init__(self, threshold: float = 0.99) -> None:
+        install()
         self.threshold = check_threshold(threshold)
         self._statistics = GateStatistics()
 

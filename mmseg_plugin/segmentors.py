@@ -12,6 +12,7 @@ from mmseg.models.segmentors import CascadeEncoderDecoder, EncoderDecoder
 from mmseg.registry import MODELS
 
 from timm_gated import MacCounter
+from timm_gated.installation import install
 from timm_gated.objective import gate_density
 from timm_gated.precision import full_precision
 
@@ -29,6 +30,7 @@ class _GatedSegmentor(nn.Module):
     """
 
     def __init__(self, *args, gate_losses: Sequence[Dict[str, Any]] = (), count_macs: bool = True, **kwargs) -> None:
+        install()
         super().__init__(*args, **kwargs)
         self.count_macs = count_macs
         self.gate_losses = nn.ModuleList(MODELS.build(cfg) for cfg in gate_losses)

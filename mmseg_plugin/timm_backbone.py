@@ -15,6 +15,7 @@ from mmseg.registry import MODELS
 from timm.models import is_model, parse_model_name, split_model_name_tag
 
 from timm_gated.gated_net import check_incoming, checkpoint_filter_fn
+from timm_gated.installation import install
 from timm_gated.zoo import entry_points
 
 from .convert import mmseg_to_timm
@@ -46,6 +47,7 @@ class TimmGatedBackbone(TIMMBackbone):
             init_cfg: Any = None,
             **kwargs,
     ) -> None:
+        install()
         _check_name(model_name)
         for option in ('pretrained', 'checkpoint_path'):
             if kwargs.pop(option, None):

@@ -23,8 +23,8 @@ from timm_gated import save_pretrained
 from timm_gated.files import explained
 
 COUNT = 1000
-ERROR = tuple(  # names of Python's exceptions and of those of torch, safetensors and json
-    f'{name}:' for name in (*vars(builtins), 'UnpicklingError', 'SafetensorError', 'JSONDecodeError'))
+ERROR = tuple(  # names of Python's exceptions and of those of torch, safetensors, json and struct
+    f'{name}:' for name in (*vars(builtins), 'UnpicklingError', 'SafetensorError', 'JSONDecodeError', 'error'))
 
 # Our own ways raise nothing but a ValueError, which names the file. What timm and mmengine raise is theirs.
 OURS = ('by_check',)

@@ -1,6 +1,7 @@
 """Trainings by timm's seams that are killed and resumed; checkpoints that are cut short"""
 import copy
 import os
+import pickle
 import random
 import re
 import tarfile
@@ -12,6 +13,7 @@ import timm
 import torch
 import torch.nn as nn
 from killing import Kill, Life, assert_equal, live, random_kills, was_killed
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from timm.models import load_checkpoint
 from timm.task import ClassificationTask, resume_task_checkpoint
@@ -152,9 +154,9 @@ def test_cut_training_checkpoint(uninterrupted, tmp_path):
     before = copy.deepcopy(task.state_dict())
     for size in cuts(content):
         last.write_bytes(content[:size])
-        with pytest.raises(ValueError, match=rf'{re.escape(str(last))} is cut short.*no whole checkpoint beside it'):
+        with pytest.raises(Exception, match=rf'{re.escape(str(last))} is cut short.*no whole checkpoint beside it'):
             resume_task_checkpoint(task, str(last))
-        with pytest.raises(ValueError, match='last.pth.tar is cut short'):  # --initial-checkpoint, --checkpoint
+        with pytest.raises(Exception, match='last.pth.tar is cut short'):  # --initial-checkpoint, --checkpoint
             load_checkpoint(task.get_trainable_module(), str(last))
     assert_equal(task.state_dict(), before)
     assert task.gate_epoch == -1
@@ -162,7 +164,7 @@ def test_cut_training_checkpoint(uninterrupted, tmp_path):
     for index, name in enumerate(['checkpoint-2.pth.tar', 'checkpoint-3.pth.tar', 'recovery-4-1.pth.tar']):
         (tmp_path / name).write_bytes(content if 'checkpoint' in name else content[:-1])
         os.utime(tmp_path / name, (index, index))
-    with pytest.raises(ValueError, match=r'newest first: checkpoint-3.pth.tar, checkpoint-2.pth.tar\. Take one of'):
+    with pytest.raises(Exception, match=r'newest first: checkpoint-3.pth.tar, checkpoint-2.pth.tar\. Take one of'):
         resume_task_checkpoint(task, str(last))
 
 
@@ -173,7 +175,7 @@ def test_cut_safetensors(tmp_path):
     model = timm.create_model('gated_resnet20', **TINY, checkpoint_path=str(path))
     for size in cuts(content):
         path.write_bytes(content[:size])
-        with pytest.raises(ValueError, match='weights.safetensors is cut short'):
+        with pytest.raises(SafetensorError, match='weights.safetensors is cut short'):
             load_checkpoint(model, str(path))
 
 
@@ -182,7 +184,7 @@ def test_whole_files_have_their_own_errors(tmp_path, zipped):
     path = tmp_path / 'last.pth.tar'
     task = ClassificationTask(timm.create_model('cifar_resnet20'), nn.CrossEntropyLoss(), verbose=False)
     torch.save({'state_dict': Path('.')}, path, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(ValueError, match='(?s)last.pth.tar cannot be loaded: .*Unsupported global'):
+    with pytest.raises(pickle.UnpicklingError, match='Unsupported global'):
         resume_task_checkpoint(task, str(path))
     torch.save({'state_dict': {}}, path, _use_new_zipfile_serialization=zipped)
     with pytest.raises(RuntimeError, match='Missing key'):
@@ -202,10 +204,11 @@ def test_only_whole_checkpoints_are_recommended(tmp_path):
 def test_loading_by_timm_is_explained_everywhere(tmp_path):
     path = tmp_path / 'weights.pth'
     path.write_bytes(b'PK')
+    timm.create_model('gated_resnet20', **TINY)
     for module in (timm.models, timm.models._helpers, timm.models._builder, timm.models._hub):
-        with pytest.raises(ValueError, match='weights.pth is cut short') as error:
+        with pytest.raises(RuntimeError, match='weights.pth is cut short') as error:
             module.load_state_dict(checkpoint_path=str(path))
-        assert not isinstance(error.value.__cause__.__cause__, ValueError)  # once
+        assert len(error.value.__notes__) == 1
 
 
 def test_names_of_timm_that_are_gone_are_left_alone(monkeypatch):

@@ -1,5 +1,8 @@
 """The seams of timm's training script: tasks, optimizer, checkpoint saver, resume"""
+import copy
+import io
 import logging
+import pickle
 import subprocess
 import sys
 
@@ -101,6 +104,45 @@ def test_models_without_gates_get_the_untouched_task():
 def test_isinstance_and_name_of_the_task_stay():
     task = make_task(make_model())
     assert isinstance(task, (ClassificationTask, ObjectiveTask)) and type(task).__name__ == 'ClassificationTask'
+
+
+def saved_and_loaded(task):
+    file = io.BytesIO()
+    torch.save(task, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize('again', [
+    lambda task: pickle.loads(pickle.dumps(task)), lambda task: pickle.loads(pickle.dumps(task, protocol=0)),
+    saved_and_loaded, copy.deepcopy], ids=['pickle', 'protocol0', 'save', 'deepcopy'])
+def test_a_copy_of_a_task_goes_on_like_the_task(again):
+    task = make_task(make_model())
+    train_epochs(task, 2)
+    other = again(task)
+    assert type(other) is type(task) and other.get_trainable_module() is not task.get_trainable_module()
+    assert train_epochs(task, 1) == train_epochs(other, 1) == [EXPECTED[2]] * 2
+    assert task.gate_epoch == other.gate_epoch == 2
+
+
+@pytest.mark.parametrize('task_cls', [LogitDistillationTask, FeatureDistillationTask])
+def test_other_tasks_are_pickled_too(task_cls):
+    teacher = timm.create_model('cifar_resnet20', channels=(8, 8, 8))
+    task = task_cls(make_model(), teacher, criterion=nn.CrossEntropyLoss(), verbose=False)
+    assert 'lam' in pickle.loads(pickle.dumps(task))(*batch())
+
+
+def test_pickles_are_opened_in_another_process(tmp_path):
+    (tmp_path / 'task').write_bytes(pickle.dumps(make_task(make_model())))
+    (tmp_path / 'model').write_bytes(pickle.dumps(make_model()))
+    script = (
+        'import pickle, torch\n'
+        'from timm.task import ClassificationTask\n'
+        'model = pickle.load(open("model", "rb"))\n'
+        'for task in (ClassificationTask(model, torch.nn.CrossEntropyLoss()), pickle.load(open("task", "rb"))):\n'
+        '    result = task(torch.randn(2, 3, 16, 16), torch.tensor([0, 1]))\n'
+        '    assert "batch_shaping_loss" in result, list(result)\n')
+    subprocess.run([sys.executable, '-c', script], check=True, timeout=120, cwd=tmp_path)
 
 
 @pytest.mark.parametrize('validate', [True, False])

@@ -1,6 +1,7 @@
 """Conditional channel gated networks for timm
 
-Importing this package registers the gated models with timm and lets timm's training tasks add their gate losses.
+Importing this package registers the gated models with timm. The first of them that is built lets timm's training tasks
+add gate losses; models without gates are trained and loaded as before.
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 """
@@ -101,6 +102,3 @@ __all__ = [
     'specialize',
     'target_rate_loss',
 ]
-
-extend_timm_tasks()
-protect_timm_checkpoints()

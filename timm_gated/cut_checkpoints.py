@@ -2,26 +2,31 @@
 
 A process that is killed, or runs out of disk, while it writes leaves a part of a file. torch and safetensors never take
 a part for the whole, but what they say of it ('Invalid argument', 'retry with weights_only=False') neither names the
-file nor helps. Once this package is imported, timm's scripts name the file, and the whole ones that lie beside it.
+file nor helps. In a process with a gated model timm's errors over such a file have a note, which names the file, and
+the whole ones that lie beside it.
 
-timm replaces its last checkpoint in two steps, and a process killed between them leaves none; here it is one step.
+timm replaces its last checkpoint in two steps, and a process killed between them leaves none; for gated models it is
+one step.
 """
 import functools
 import inspect
 import os
 import sys
 import zipfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Callable, List, Union
+from typing import Any, Callable, Iterator, List, Union
 
 import timm.task  # noqa: F401  (it is patched, by its modules' names)
 from safetensors import SafetensorError, safe_open
 from timm.utils import CheckpointSaver
 
-from .files import explained, replace_file
+from .files import sync_file
+from .gate import gates
+from .installation import on_first_use
+from .objective import objectives
 
-__all__ = ['explain_load', 'is_cut', 'others_beside', 'protect_timm_checkpoints', 'whole_checkpoints']
+__all__ = ['cut_explained', 'is_cut', 'others_beside', 'protect_timm_checkpoints', 'whole_checkpoints']
 
 _START = b'PK\x03\x04'  # of a file of torch.save, which is a zip archive; its end has the list of what is inside
 
@@ -62,45 +67,64 @@ def others_beside(path: Union[str, Path], advice: str) -> str:
     return 'There is no whole checkpoint beside it: fetch it again, or begin anew.'
 
 
-def explain_load(load: Callable, advice: str = 'Take one of them instead') -> Callable:
-    """A function that loads a checkpoint, with errors that name the file, and help where it is cut short.
+@contextmanager
+def cut_explained(path: Any, advice: str = 'Take one of them instead') -> Iterator[None]:
+    """Add a note to errors over a checkpoint that is cut short. All other errors pass as they are.
 
     Args:
-        load: Loads the checkpoint whose path is its first argument.
-        advice: What to do with the whole checkpoints beside one that is cut short.
+        path: Path of the checkpoint that is loaded; anything else is not looked at.
+        advice: What to do with the whole checkpoints beside it.
     """
-    signature = inspect.signature(load)
+    try:
+        yield
+    except Exception as error:
+        with suppress(OSError):  # not for this user to read
+            if isinstance(path, (str, Path)) and os.path.isfile(path) and is_cut(path):
+                error.add_note(
+                    f'{path} is cut short: whatever wrote it was killed, or the disk was full. Nothing of it was '
+                    f'loaded. {others_beside(path, advice)}')
+        raise
+
+
+def _explain_load(load: Callable) -> Callable:
+    """A function that loads the checkpoint whose path is its first argument, with notes on its errors."""
+    name = next(iter(inspect.signature(load).parameters))
 
     @functools.wraps(load)
     def load_explained(*args: Any, **kwargs: Any) -> Any:
-        path = next(iter(signature.bind(*args, **kwargs).arguments.values()))
-        try:
-            with explained(f'{path} cannot be loaded'):
-                return load(*args, **kwargs)
-        except Exception as error:
-            if not os.path.isfile(path) or not is_cut(path):
-                raise
-            raise ValueError(
-                f'{path} is cut short: whatever wrote it was killed, or the disk was full. Nothing of it was loaded. '
-                f'{others_beside(path, advice)}') from error
+        with cut_explained(args[0] if args else kwargs.get(name)):
+            return load(*args, **kwargs)
     return load_explained
 
 
-def _replace(self: CheckpointSaver, src: str, dst: str) -> None:
-    replace_file(src, dst)
+def _replace_in_one_step(replace: Callable) -> Callable:
+    """`CheckpointSaver._replace` that keeps the last checkpoint of a gated model until the next is there."""
+
+    @functools.wraps(replace)
+    def replace_gated(self: CheckpointSaver, src: str, dst: str) -> None:
+        if not gates(self.model) and not objectives(self.model):
+            return replace(self, src, dst)
+        sync_file(src)
+        can_hardlink, self.can_hardlink = self.can_hardlink, False  # timm first removes the target where it can link
+        try:
+            return replace(self, src, dst)
+        finally:
+            self.can_hardlink = can_hardlink
+    return replace_gated
 
 
-@functools.cache
+@on_first_use
 def protect_timm_checkpoints() -> None:
-    """Make timm keep its last checkpoint until the next is there, and explain those that do not load.
+    """Make timm keep a gated model's last checkpoint until the next is there, and explain those that are cut short.
 
-    Importing `timm_gated` does it. The names are timm's own, not its interface: one that is gone is left alone.
+    The first gated model or objective does it. The names are timm's own, not its interface: one that is gone is left
+    alone.
     """
     if hasattr(CheckpointSaver, '_replace'):
-        CheckpointSaver._replace = _replace  # type: ignore[method-assign]
+        CheckpointSaver._replace = _replace_in_one_step(CheckpointSaver._replace)  # type: ignore[method-assign]
     for load, modules in (
             ('_load_train_checkpoint', ['timm.task._helpers']),  # --resume
             ('load_state_dict', ['timm.models', 'timm.models._helpers', 'timm.models._builder', 'timm.models._hub'])):
         for module in map(sys.modules.get, modules):
             if hasattr(module, load):
-                setattr(module, load, explain_load(getattr(module, load)))
+                setattr(module, load, _explain_load(getattr(module, load)))

@@ -1,6 +1,8 @@
 """Files and folders that are written whole or not at all, and errors over those of others that say what is wrong"""
 import errno
 import os
+import shutil
+import stat
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Iterator, Union
 import torch
 from huggingface_hub.errors import HTTPError
 
-__all__ = ['check_new', 'explained', 'new_file', 'new_folder', 'replace_file']
+__all__ = ['check_new', 'explained', 'new_file', 'new_folder', 'sync_file']
 
 
 @contextmanager
@@ -30,29 +32,47 @@ def explained(problem: str) -> Iterator[None]:
         elsewhere = isinstance(error, OSError) and error.errno != errno.EINVAL  # (torch's, over a file cut short)
         if said or elsewhere:
             raise
-        raise ValueError(f'{problem}: {error} ({type(error).__name__})') from error
+        notes = ''.join(f'\n{note}' for note in getattr(error, '__notes__', ()))
+        raise ValueError(f'{problem}: {error} ({type(error).__name__}){notes}') from error
 
 
 @contextmanager
 def new_file(path: Union[str, Path]) -> Iterator[Path]:
-    """A file beside `path` to write to, which takes its place at the end; after an error nothing is left of it.
+    """Temporary file to write to, whose content `path` gets at the end; after an error nothing is left of it.
 
-    What a killed process leaves is written over by the next that writes to the path; there may be one at a time.
+    The file at `path` is replaced in one step, and keeps its mode; a new one gets the mode that the umask leaves. Links
+    are followed. What cannot be replaced without a difference is written in place, once the content is complete: a
+    device, a pipe, a file with other hard links or of another owner. Any number of processes may write to one path:
+    each write is whole, and the last one stays. A killed process leaves a hidden folder, `.….partial`.
     """
-    path = Path(path).resolve()  # (a link stays one)
-    partial = path.with_name(f'.{path.stem}.partial{path.suffix}')
-    try:
+    path = Path(path)
+    is_special = path.exists() and not path.resolve().is_file()
+    if not is_special:
+        path = path.resolve()
+    with tempfile.TemporaryDirectory('.partial', '.', dir=None if is_special else path.parent) as folder:
+        partial = Path(folder) / path.name
+        partial.touch()
+        created = partial.stat()
         yield partial
-        replace_file(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+        current = path.stat() if path.exists() else created
+        if _is_replaceable(current, created):
+            partial.chmod(stat.S_IMODE(current.st_mode))
+            sync_file(partial)
+            os.replace(partial, path)
+        else:
+            with open(partial, 'rb') as source, open(path, 'wb') as target:
+                shutil.copyfileobj(source, target)
 
 
-def replace_file(source: Union[str, Path], target: Union[str, Path]) -> None:
-    """Put a file in the place of another, in one step, once it is on the disk."""
-    with open(source, 'rb') as file:
+def _is_replaceable(current: os.stat_result, created: os.stat_result) -> bool:
+    owners = (current.st_uid, current.st_gid), (created.st_uid, created.st_gid)
+    return stat.S_ISREG(current.st_mode) and current.st_nlink == 1 and owners[0] == owners[1]
+
+
+def sync_file(path: Union[str, Path]) -> None:
+    """Wait until a file is on the disk."""
+    with open(path, 'rb') as file:
         os.fsync(file.fileno())
-    os.replace(source, target)
 
 
 def check_new(directory: Union[str, Path]) -> None:

@@ -21,6 +21,7 @@ from timm.models import register_notrace_module
 from timm.utils import unwrap_model
 
 from .checks import check_number
+from .installation import install
 from .precision import autocasts, full_precision
 
 __all__ = [
@@ -130,6 +131,7 @@ class Gate(Gating):
 
     def __init__(self) -> None:
         super().__init__()
+        install()
         self.forced: Optional[torch.Tensor] = None
         self.logits: Optional[torch.Tensor] = None
         self.mask: Optional[torch.Tensor] = None
@@ -187,6 +189,10 @@ class Gate(Gating):
     def __getstate__(self) -> Dict[str, Any]:
         # A non-leaf tensor cannot be deep-copied; and neither the last batch nor a context is a property of the model.
         return {**self.__dict__, 'logits': None, 'mask': None, 'forced': None}
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        super().__setstate__(state)
+        install()
 
 
 class ChannelGate(Gate):

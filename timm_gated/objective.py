@@ -16,6 +16,7 @@ import torch.nn as nn
 from .checks import check_number
 from .distributed import average_batches, gather_batch
 from .gate import Gate, gates, set_gate_noise
+from .installation import install
 from .losses import batch_shaping_loss, check_reduction, l0_loss
 from .priors import Mixture, Prior, create_prior
 from .schedules import Epochs, Scheduled, check_epochs, linear_anneal, linear_warmup
@@ -55,6 +56,14 @@ class Objective(nn.Module):
     epoch_begins: bool = True
     log_interval: int = 50  # training steps between two lines of the log
     gather_gates: bool = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        install()
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        super().__setstate__(state)
+        install()
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         """What the samples of a batch have, [N, …], as `gather_gates` says."""

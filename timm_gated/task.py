@@ -1,12 +1,13 @@
 """Gate losses in timm's training tasks
 
-timm computes its training loss in a task (`timm.task`). Once this module is imported, a task that is given a model with
-objectives (`timm_gated.objective`) is made as a subclass of itself that adds the objectives' terms to `result['loss']`.
+timm computes its training loss in a task (`timm.task`). A task that is given a model with objectives
+(`timm_gated.objective`) is made as a subclass of itself that adds the objectives' terms to `result['loss']`.
 Gradient accumulation, the fp16 scaler, EMA, distillation and `--torchcompile` thus all see one loss, and models without
 objectives get timm's own task, untouched.
 
 The stock training script imports its task classes before it imports plugins, so the classes themselves cannot be
-replaced; `TrainingTask.__new__`, which timm leaves to Python, is looked up when a task is made.
+replaced; `TrainingTask.__new__`, which timm leaves to Python, is looked up when a task is made. It is replaced when the
+first objective is made.
 
 Progress: schedules step once per epoch, like timm's learning rate. A task is not told the epoch; it begins a new one
 at the first training step after the model's `train()`, which training loops call at the start of every epoch. A loop
@@ -18,7 +19,7 @@ What a validation costs is reported beside its accuracy, see `timm_gated.evaluat
 import functools
 import logging
 import weakref
-from typing import Any, Dict, List, Optional, Type
+from typing import Any, Dict, List, Optional, Tuple, Type
 
 import torch
 import torch.nn as nn
@@ -26,6 +27,7 @@ from timm.task import TrainingTask
 
 from .evaluator import EvaluationMonitor
 from .gate import gates
+from .installation import on_first_use
 from .objective import Objective, Step, gate_density, objectives
 from .precision import full_precision
 from .schedules import Scheduled
@@ -231,16 +233,30 @@ def _listed(values: Dict[str, float]) -> str:
 
 @functools.cache
 def _with_objectives(task_cls: Type[TrainingTask]) -> Type[TrainingTask]:
-    return type(task_cls.__name__, (ObjectiveTask, task_cls), {'__doc__': task_cls.__doc__})
+
+    def reduce_ex(self: TrainingTask, protocol: Any) -> Tuple[Any, ...]:
+        # Under its name pickle would not find this class.
+        return _empty_task, (task_cls,), *task_cls.__reduce_ex__(self, max(protocol, 2))[2:]
+
+    attributes = {'__doc__': task_cls.__doc__, '__reduce_ex__': reduce_ex}
+    return type(task_cls.__name__, (ObjectiveTask, task_cls), attributes)
 
 
-def _new_task(cls, *args, **kwargs):
-    given = (value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module))
-    if not issubclass(cls, ObjectiveTask) and any(objectives(module) for module in given):
-        cls = _with_objectives(cls)
-    return object.__new__(cls)
+def _empty_task(task_cls: Any) -> TrainingTask:
+    """What a copy or a pickle of a task begins with."""
+    cls = _with_objectives(task_cls)
+    return cls.__new__(cls)
 
 
+@on_first_use
 def extend_timm_tasks() -> None:
-    """Make timm's tasks take in the objectives of the models they are given. Importing `timm_gated` does it."""
-    TrainingTask.__new__ = staticmethod(_new_task)  # type: ignore[method-assign]
+    """Make timm's tasks take in the objectives of the models they are given. The first objective does it."""
+    new = TrainingTask.__new__
+
+    def new_task(cls, *args, **kwargs):
+        given = (value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module))
+        if not issubclass(cls, ObjectiveTask) and any(objectives(module) for module in given):
+            cls = _with_objectives(cls)
+        return new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
+
+    TrainingTask.__new__ = staticmethod(new_task)  # type: ignore[method-assign]

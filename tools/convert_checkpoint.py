@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from timm.models import load_state_dict
 
+from mmseg_plugin.compat import history_allowed
 from mmseg_plugin.convert import mmseg_to_timm, timm_to_mmseg
 from timm_gated.files import explained, new_file
 
@@ -32,7 +33,7 @@ def convert(source: Path, target: Path, to: str, overwrite: bool = False) -> int
         raise ValueError(f'no checkpoint at {source}.')
     if target.exists() and not overwrite:
         raise ValueError(f'{target} exists: choose another target, or --overwrite.')
-    with explained(f'{source} cannot be converted'):
+    with explained(f'{source} cannot be converted'), history_allowed():  # (of mmengine's log, in its checkpoints)
         state_dict = load_state_dict(str(source), use_ema=False, device='cpu', weights_only=True)
         if not any('layer1.0.conv1' in key for key in state_dict):
             raise ValueError(f'{source} holds no ResNet: no key has layer1.0.conv1 in it.')

@@ -2,7 +2,6 @@
 # lambda weighs the sum over gates.
 _base_ = ['./pspnet_r50-d8_1xb6-150k_cityscapes-448x672.py']
 model = dict(
-    type='GatedEncoderDecoder',
     backbone=dict(type='GatedResNetV1c'),
     gate_losses=[dict(type='BatchShapingLoss', loss_weight=0.2, reduction='sum')])
 # weight decay of the gates: 1e-6

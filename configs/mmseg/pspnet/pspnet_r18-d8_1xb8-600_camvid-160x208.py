@@ -21,7 +21,9 @@ default_hooks = dict(
     timer=dict(type='IterTimerHook'),
     logger=dict(type='LoggerHook', interval=20, log_metric_by_epoch=False),
     param_scheduler=dict(type='ParamSchedulerHook'),
-    checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=300, max_keep_ckpts=2),
+    checkpoint=dict(
+        type='CheckpointHook', by_epoch=False, interval=300, max_keep_ckpts=2,
+        backend_args=dict(backend='timm_gated_local')),  # files are written whole or not at all
     sampler_seed=dict(type='DistSamplerSeedHook'),
     visualization=dict(type='SegVisualizationHook'))
 randomness = dict(seed=0)
