@@ -31,7 +31,7 @@ from timm.models._hub import load_state_dict_from_path
 from timm_gated.cut_checkpoints import explain_load, others_beside
 from timm_gated.files import explained, new_file
 from timm_gated.gated_net import rename_linear_head
-from timm_gated.zoo import entry_points, list_weights
+from timm_gated.zoo import check_model_name, entry_points, list_weights
 
 from .convert import timm_to_mmseg
 
@@ -112,8 +112,7 @@ def _check_there(path: str) -> None:
 def _read(name: str) -> Dict[str, torch.Tensor]:
     source, place = parse_model_name(name)
     if source == 'local-dir':
-        if not Path(place).is_dir():
-            raise ValueError(f"there is no folder '{place}' to take weights from.")
+        check_model_name(name)
         return load_state_dict_from_path(place)
     if source == 'hf-hub':
         return load_state_dict_from_hf(place)
