@@ -15,7 +15,7 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import Runner, load_checkpoint
 from mmseg.registry import MODELS
 
-from timm_gated.analysis.sources import Data
+from timm_gated.analysis.sources import Data, note_untrained
 from timm_gated.files import explained
 from timm_gated.record import Outcome
 
@@ -27,16 +27,19 @@ def create_segmentation(
         checkpoint: str = '',
         cfg_options: Sequence[str] = (),
         device: str = 'cpu',
+        untrained: bool = False,
 ) -> Tuple[nn.Module, Data]:
     """Make the model of an mmseg config and the loader of its `test_dataloader`.
 
     Args:
         config: Path of the config.
-        checkpoint: Weights of the model; empty for none.
+        checkpoint: Weights of the model; empty for those that the config loads (`load_from`).
         cfg_options: Settings to override, each KEY=VALUE as in mmseg's scripts.
         device: Where the model goes.
+        untrained: Allow random weights, and load none without a checkpoint.
     """
     cfg = load_config(config, cfg_options)
+    checkpoint = checkpoint or (not untrained and cfg.get('load_from')) or ''
     if checkpoint and not Path(checkpoint).is_file():
         raise ValueError(f'there is no file {checkpoint}.')
     init_default_scope(cfg.get('default_scope', 'mmseg'))
@@ -46,9 +49,16 @@ def create_segmentation(
             f"gates decide once for every crop, so an image must be run as a whole: test_cfg.mode must be 'whole', got "
             f"'{model.test_cfg.get('mode')}'. Override it with --cfg-options model.test_cfg.mode=whole.")
     if checkpoint:
-        with explained(f'the checkpoint {checkpoint} does not load into the model of {config}'):
-            load_checkpoint(model, checkpoint, map_location='cpu')
-    loader = Runner.build_dataloader(cfg.test_dataloader)
+        with explained(f'{checkpoint} does not load into the model of {config}'):
+            load_checkpoint(model, checkpoint, map_location='cpu', strict=True)  # or parts might stay random
+    note_untrained(model, bool(checkpoint), allowed=untrained, remedy='Give --checkpoint FILE, or --untrained.')
+    try:
+        loader = Runner.build_dataloader(cfg.test_dataloader)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"the data of the config's test_dataloader is not there: {error.filename} does not exist. Prepare the data "
+            f"set as mmseg's docs/en/user_guides/2_dataset_prepare.md says, or give its place by --cfg-options "
+            f'test_dataloader.dataset.data_root=DIR.') from error
     dataset: Any = loader.dataset
     class_names = list(dataset.metainfo['classes'])
     bgr = model.data_preprocessor.channel_conversion  # the pipeline loads BGR, and the model turns it

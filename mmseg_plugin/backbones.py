@@ -143,9 +143,7 @@ class GatedResNet(ResNet):
 
     def _load_from_state_dict(
             self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
-        mismatch = check_incoming(self, state_dict, prefix)
-        if mismatch:
-            raise ValueError(mismatch)  # mmengine would only warn of it
+        check_incoming(self, state_dict, prefix, ValueError)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 

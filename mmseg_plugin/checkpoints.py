@@ -38,7 +38,7 @@ from timm_gated.cut_checkpoints import cut_explained, others_beside
 from timm_gated.files import explained, new_file
 from timm_gated.gated_net import rename_linear_head
 from timm_gated.installation import on_first_use
-from timm_gated.zoo import entry_points, list_weights
+from timm_gated.zoo import check_model_name, entry_points, list_weights
 
 from .compat import history_allowed
 from .convert import timm_to_mmseg
@@ -125,8 +125,7 @@ def load_from_safetensors(filename: str, map_location: Any = None) -> Dict[str, 
 def _read(name: str) -> Dict[str, torch.Tensor]:
     source, place = parse_model_name(name)
     if source == 'local-dir':
-        if not Path(place).is_dir():
-            raise ValueError(f"there is no folder '{place}' to take weights from.")
+        check_model_name(name)
         return load_state_dict_from_path(place)
     if source == 'hf-hub':
         return load_state_dict_from_hf(place)

@@ -7,16 +7,15 @@ nothing is downloaded unless the config says so:
     dict(type='TimmGatedBackbone', model_name='gated_resnet20',
          init_cfg=dict(type='Pretrained', checkpoint='timm-gated://gated_resnet20.bas_c10'))
 """
-import difflib
 from typing import Any, Dict, Optional, Sequence
 
 from mmseg.models.backbones import TIMMBackbone
 from mmseg.registry import MODELS
-from timm.models import is_model, parse_model_name, split_model_name_tag
+from timm.models import parse_model_name, split_model_name_tag
 
 from timm_gated.gated_net import check_incoming, checkpoint_filter_fn
 from timm_gated.installation import install
-from timm_gated.zoo import entry_points
+from timm_gated.zoo import check_model_name
 
 from .convert import mmseg_to_timm
 
@@ -74,21 +73,15 @@ class TimmGatedBackbone(TIMMBackbone):
             parts = tuple(f'{name}.' for name, _ in self.timm_model.named_children())
             weights = checkpoint_filter_fn({k: v for k, v in weights.items() if k.startswith(parts)}, self.timm_model)
             state_dict.update({inner + key: value for key, value in weights.items()})
-        mismatch = check_incoming(self.timm_model, state_dict, inner)
-        if mismatch:
-            raise ValueError(mismatch)  # mmengine would only warn of it
+        check_incoming(self.timm_model, state_dict, inner, ValueError)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def _check_name(model_name: str) -> None:
-    source, name = parse_model_name(model_name)
-    if source:
-        return
-    model, tag = split_model_name_tag(name)
-    if not is_model(model):
-        near = difflib.get_close_matches(model, entry_points(), n=3)
-        raise ValueError(f"timm has no model '{model}'; near: {', '.join(near) or 'none of this package'}.")
+    source, _ = parse_model_name(model_name)
+    model, tag = (model_name, '') if source else split_model_name_tag(model_name)
+    check_model_name(model)
     if tag:
         raise ValueError(
-            f"model_name must have no tag, got '{name}': weights come from init_cfg=dict(type='Pretrained', "
-            f"checkpoint='timm-gated://{name}').")
+            f"model_name must have no tag, got '{model_name}': weights come from init_cfg=dict(type='Pretrained', "
+            f"checkpoint='timm-gated://{model_name}').")

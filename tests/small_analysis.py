@@ -48,6 +48,6 @@ def write_images(folder: Path, classes: List[str], per_class: int = 6) -> Path:
         target = folder / 'validation' / name
         target.mkdir(parents=True)
         for index in range(per_class):
-            pixels = rng.integers(0, 40 + 30 * number, (16, 16, 3), dtype=np.uint8)
+            pixels = rng.integers(0, min(40 + 30 * number, 256), (16, 16, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(target / f'{index}.png')
     return folder

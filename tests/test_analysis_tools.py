@@ -79,7 +79,8 @@ def test_evaluate_and_tradeoff(data, checkpoints, tmp_path):
 
 def test_segmentation(tmp_path):
     config = write_config(tmp_path)
-    done = run('analyze_gates', '--mmseg-config', config, '--output', tmp_path / 'report', '--rare', '0.9')
+    done = run(
+        'analyze_gates', '--mmseg-config', config, '--untrained', '--output', tmp_path / 'report', '--rare', '0.9')
     assert done.returncode == 0, done.stderr[-3000:]
     content = json.loads((tmp_path / 'report' / 'gates.json').read_text())
     result, = content['results']
@@ -88,16 +89,18 @@ def test_segmentation(tmp_path):
     # random label maps of 64 x 128 pixels show every class
     assert {entry['num_samples'] for entry in content['classes']} == {3} and content['classes'][0]['name'] == 'road'
     assert (tmp_path / 'report' / 'extremes.png').exists() and (tmp_path / 'report' / 'prior.png').exists()
+    assert 'config (untrained network)' in (tmp_path / 'report' / 'index.html').read_text()
+    assert result['name'] == 'config (untrained network)'
     assert run_tool('analyze_gates', '--mmseg-config', config, '--output', tmp_path / 'other', '--cfg-options',
-                'model.test_cfg.mode=slide') == 1
+                    'model.test_cfg.mode=slide') == 1
 
 
 @pytest.mark.parametrize('change, message', [
-    (['--model', 'cifar_resnet20', '--checkpoint', ''], 'CifarResNet has no gates'),
+    (['--model', 'cifar_resnet20', '--checkpoint', '', '--untrained'], 'CifarResNet has no gates'),
     (['--model', 'no_such_model'], "'no_such_model' cannot be made.*list_models"),
     (['--checkpoint', 'nowhere.pth'], 'no checkpoint at nowhere.pth'),
-    (['--data-dir', 'nowhere'], 'must be a folder of images, got nowhere'),
-    (['--num-classes', '5', '--checkpoint', ''], 'data has 7 classes .*model has 5 outputs.*--class-map'),
+    (['--data-dir', 'nowhere'], 'must be a folder of images, got nowhere; it does not exist.*prepare_cifar10.py'),
+    (['--num-classes', '5', '--checkpoint', '', '--untrained'], 'data has 7 classes .*model has 5 output.*--class-map'),
     (['--classes', 'owl'], "no class 'owl'"),
     (['--gates', 'layer1/0'], "no gate 'layer1/0'"),
     (['--groups', 'animals'], "written NAME=CLASS,CLASS,…, got 'animals'"),
@@ -161,10 +164,9 @@ def test_help(tool, capsys):
     assert stop.value.code == 0 and 'tools/' in capsys.readouterr().out
 
 
-def test_benchmark_runs(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(TOOLS))  # as for a script
+def test_benchmark_runs(capsys):
     run_tool('benchmark_analysis', '--images', '2', '--batch-size', '2', '--rounds', '1')
-    assert re.search(r'plain [\d.]+ s, recorded [\d.]+ s, [\d.]+ times as long', capsys.readouterr().out)
+    assert re.search(r'\(untrained\).* plain [\d.]+ s, recorded [\d.]+ s, [\d.]+ times as', capsys.readouterr().out)
 
 
 def test_prune(data, checkpoints, tmp_path):

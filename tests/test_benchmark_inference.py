@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
+import torch
 from PIL import Image
 
 TOOL = Path(__file__).parents[1] / 'tools' / 'benchmark_inference.py'
@@ -26,6 +28,7 @@ def test_table_figure_and_timings(tmp_path):
     with Image.open(output / 'speed.png') as figure:
         assert figure.width > figure.height
     results = json.loads((output / 'results.json').read_text())
+    assert results['weights'] == 'random (untrained)' and 'weights: random (untrained)' in done.stdout
     assert {'cpu', 'cores', 'kernels', 'torch', 'openvino'} <= set(results['machine'])
     rows = results['rows']
     assert len(rows) == 2 * (3 + 2 * 3)
@@ -45,10 +48,20 @@ def test_simulation(tmp_path):
         ('resnet18', 'eager', 1), ('gated_resnet18', 'simulated', 2), ('gated_resnet18', 'simulated', 2)]
 
 
+def test_a_checkpoint_without_gates_is_refused(tmp_path):
+    torch.save(timm.create_model('resnet18').state_dict(), tmp_path / 'dense.pth')
+    done = run(*SMALL, '--checkpoint', str(tmp_path / 'dense.pth'), '--dense-runtimes', 'eager', '--batch-sizes', '1',
+               '--output', str(tmp_path / 'bench'))
+    assert done.returncode == 1 and 'dense.pth has no weights for the gates' in done.stderr
+    assert not list((tmp_path / 'bench').iterdir())
+
+
 @pytest.mark.parametrize('arguments, message', [
     (['--keep', '1.5'], 'between 0 and 1'),
     (['--rounds', '0'], 'at least 1'),
     (['--checkpoint', 'model.pth'], 'say which'),
+    (['--checkpoint', 'model.pth', '--networks', '18'], '--checkpoint model.pth does not exist'),
+    (['--data-dir', 'nowhere'], '--data-dir nowhere does not exist'),
 ])
 def test_bad_arguments(arguments, message, tmp_path):
     done = run(*arguments, '--output', str(tmp_path / 'bench'))

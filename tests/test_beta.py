@@ -13,7 +13,9 @@ from strategies import examples
 from timm_gated.beta import beta_cdf, beta_pdf
 
 PARAMETERS = [(0.6, 0.4), (0.1, 0.1), (0.1, 10.), (10., 0.1), (10., 10.), (1., 1.), (2., 1.), (0.5, 3.), (4.4, 9.2)]
-EXTREME_PARAMETERS = [(0.01, 0.01), (0.01, 500.), (500., 0.01), (50., 50.), (0.01, 50.), (500., 500.)]
+EXTREME_PARAMETERS = [
+    (0.01, 0.01), (0.01, 500.), (500., 0.01), (50., 50.), (0.01, 50.), (500., 500.), (1e-30, 1.), (1., 1e-30),
+    (1e-30, 1e-30), (1e-30, 1000.), (1e-12, 1.), (1e-17, 3.), (1e-8, 1e-4), (1000., 1000.), (1000., 1.7)]
 CDF_TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}
 DENSITY_TOLERANCE = {torch.float32: 5e-5, torch.float64: 1e-11}
 
@@ -59,12 +61,27 @@ def test_cdf_is_scipys(a, b, dtype, as_parameter):
     assert beta_cdf(torch.tensor([0., 1.], dtype=dtype), as_parameter(a), as_parameter(b)).tolist() == [0, 1]
 
 
-@pytest.mark.parametrize('dtype, atol', [(torch.float32, 1e-5), (torch.float64, 1e-11)])
+@pytest.mark.parametrize('dtype, atol', [(torch.float32, 1e-5), (torch.float64, 5e-12)])
 @pytest.mark.parametrize('a, b', EXTREME_PARAMETERS)
 def test_cdf_of_extreme_parameters(a, b, dtype, atol, as_parameter):
     x = points(dtype)[2:]  # (SciPy's own error at subnormal numbers is larger)
     cdf = beta_cdf(x, as_parameter(a), as_parameter(b))
     np.testing.assert_allclose(cdf.double().numpy(), scipy_cdf(x, a, b), rtol=0, atol=atol)
+
+
+@examples(100)
+@given(
+    a=st.floats(math.log(1e-30), math.log(1e3)).map(math.exp),
+    b=st.floats(math.log(1e-30), math.log(1e3)).map(math.exp),
+    p=st.lists(st.floats(1e-3, 0.999), min_size=1, max_size=20),
+)
+def test_cdf_over_the_whole_range_of_parameters(a, b, p):
+    a, b = (min(max(value, 1e-30), 1e3) for value in (a, b))  # (exp of log rounds)
+    x = torch.from_numpy(np.nan_to_num(scipy.special.betaincinv(a, b, np.array(p))))
+    for parameters in ((a, b), (torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))):
+        for points, atol in ((x, 1e-11), (x.float(), 5e-5)):
+            cdf = beta_cdf(points, *parameters)
+            np.testing.assert_allclose(cdf.double().numpy(), scipy_cdf(points, a, b), rtol=0, atol=atol)
 
 
 @examples(60)
@@ -168,6 +185,16 @@ def test_parameter_gradients_are_scipys(a, b):
         assert grad[0] == 0 and grad[-1] == 0
 
 
+@pytest.mark.parametrize('a', [1e-30, 1e-17, 1e-9, 0.3, 1000.])
+def test_parameter_gradient_of_extreme_parameters(a):
+    x = torch.linspace(0.01, 0.99, 50, dtype=torch.float64)
+    first, second = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (a, 1.))
+    grads = [torch.autograd.grad(value, (first, second), retain_graph=True) for value in beta_cdf(x, first, second)]
+    torch.testing.assert_close(torch.stack([grad for grad, _ in grads]), x ** a * x.log(), rtol=1e-11, atol=0)
+    mirrored, = torch.autograd.grad(beta_cdf(1 - x, 1., first).sum(), first)
+    torch.testing.assert_close(mirrored, -(x ** a * x.log()).sum(), rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32])
 def test_parameter_gradients_are_finite(dtype):
     x = torch.tensor([0., 1e-45, 1e-30, 0.3, 1 - 2 ** -24, 1., -1., 2.]).to(dtype)
@@ -216,6 +243,49 @@ def test_compiles_to_one_graph(as_parameter):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_function_transforms(as_parameter):
+    x = torch.tensor([0., 0.1, 0.5, 0.9, 1.2], dtype=torch.float64)
+    a, b = as_parameter(0.6), as_parameter(0.4)
+
+    def cdf(value):
+        return beta_cdf(value, a, b).sum()
+
+    density = beta_pdf(x, a, b)
+    torch.testing.assert_close(torch.func.grad(cdf)(x), density)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(cdf))(x), density)
+    torch.testing.assert_close(torch.func.grad(lambda values: torch.func.vmap(cdf)(values).sum())(x), density)
+    torch.testing.assert_close(torch.func.jacrev(cdf)(x), density)
+    inside = x[1:4]
+    expected = torch.autograd.functional.hessian(cdf, inside)
+    torch.testing.assert_close(torch.func.jacrev(torch.func.grad(cdf))(inside), expected)
+    images = torch.rand(3, 2, 4, dtype=torch.float64)
+    torch.testing.assert_close(
+        torch.func.vmap(lambda v: beta_cdf(v, a, b), in_dims=1, out_dims=1)(images), beta_cdf(images, a, b))
+
+
+@pytest.mark.parametrize('in_dims', [(0, None), (None, 0), (0, 0), (1, 0)])
+def test_function_transforms_over_parameters(in_dims):
+    x, a = torch.rand(3, 3, dtype=torch.float64), torch.tensor([0.5, 1., 2.], dtype=torch.float64)
+
+    def cdf(x, a):
+        return beta_cdf(x, a, 0.7).sum()
+
+    transformed = torch.func.vmap(torch.func.grad(cdf, argnums=(0, 1)), in_dims)(x, a)
+    samples = [tuple(v if dim is None else v.select(dim, i) for v, dim in zip((x, a), in_dims, strict=True))
+               for i in range(3)]
+    expected = [torch.autograd.grad(cdf(*leaves), leaves) for leaves in (
+        tuple(v.clone().requires_grad_() for v in sample) for sample in samples)]
+    for actual, values in zip(transformed, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(actual, torch.stack(values))
+
+
+@pytest.mark.parametrize('a, b', [(1e-31, 1.), (1., 5e-324), (1001., 1.), (1e30, 1e30), (2, 10 ** 400)])
+def test_parameters_out_of_range(a, b):
+    for fn in (beta_cdf, beta_pdf):
+        with pytest.raises(ValueError, match='must be between 1e-30 and 1000, got a='):
+            fn(torch.rand(2), a, b)
+
+
 @pytest.mark.parametrize('a, b', [(0., 1.), (1., -2.), (math.nan, 1.), (1., math.inf)])
 def test_bad_parameters(a, b):
     for fn in (beta_cdf, beta_pdf):
@@ -223,6 +293,8 @@ def test_bad_parameters(a, b):
             fn(torch.rand(2), a, b)
 
 
-def test_bad_dtype():
-    with pytest.raises(ValueError, match='floating-point tensor, got torch.int64'):
-        beta_cdf(torch.tensor([0, 1]), 0.6, 0.4)
+@pytest.mark.parametrize('x', [torch.tensor([0, 1]), torch.tensor([False, True])])
+def test_bad_dtype(x):
+    for fn in (beta_cdf, beta_pdf):
+        with pytest.raises(ValueError, match=f'floating-point tensor, got {x.dtype}'):
+            fn(x, 0.6, 0.4)

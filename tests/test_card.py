@@ -157,8 +157,8 @@ def test_tool_pushes_and_pulls(monkeypatch, capsys, tmp_path):
 
     class Commit:
         pr_url, commit_url = None, 'https://hub/commit'
-    monkeypatch.setattr(tool, 'push_to_hub', lambda *args, **kwargs: calls.append((args, kwargs)) or Commit)
-    monkeypatch.setattr(tool, 'pull_from_hub', lambda *args: calls.append(args) or args[1])
+    monkeypatch.setattr('timm_gated.hub.push_to_hub', lambda *args, **kwargs: calls.append((args, kwargs)) or Commit)
+    monkeypatch.setattr('timm_gated.hub.pull_from_hub', lambda *args: calls.append(args) or args[1])
     assert tool.main(['push', str(tmp_path), 'me/model', '--private', '--revision', 'v1', '--message', 'hello']) == 0
     options = dict(private=True, revision='v1', create_pr=False, commit_message='hello')
     assert tool.main(['pull', 'me/model', str(tmp_path), '--revision', 'v1']) == 0

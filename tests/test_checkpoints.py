@@ -12,6 +12,7 @@ import torch.nn as nn
 from nets import GATED, SMALL, dense_twin, gate_loss, gating_keys, shuffle
 from safetensors.torch import save_file
 from timm.models import is_model_pretrained, load_checkpoint, save_for_hf
+from timm.task import ClassificationTask
 from timm.utils import CheckpointSaver, ModelEmaV3
 
 from timm_gated import checkpoint_filter_fn, force_gates, gates
@@ -401,13 +402,35 @@ def test_a_gate_of_one_key_is_an_error(strict):
     ('gated_resnet20', 'gated_resnet32', '3-3-3.*5-5-5'),
     ('cifar_resnet20', 'gated_resnet18', '3-3-3.*2-2-2-2'),
 ])
-def test_another_depth_is_an_error_that_names_both(theirs, ours, message, strict):
+def test_another_depth_is_an_error_that_names_both(theirs, ours, message, strict, caplog):
     state_dict = timm.create_model(theirs, device='meta').state_dict()
     model = timm.create_model(ours, device='meta')
-    with pytest.raises(ValueError, match=f'another depth.*{message}'):
+    message = rf'^the checkpoint is of another depth: [^\n]*{message}\.$'  # and nothing else
+    with pytest.raises(ValueError, match=message):
         checkpoint_filter_fn(state_dict, model)
-    with pytest.raises(RuntimeError, match=f'another depth.*{message}'):
+    with pytest.raises(RuntimeError, match=message):
         model.load_state_dict(state_dict, strict=strict)
+    task = ClassificationTask(model, nn.CrossEntropyLoss(), verbose=False)
+    with pytest.raises(RuntimeError, match=message):
+        task.load_checkpoint_state(state_dict)  # --resume
+    assert FRESH not in caplog.text
+
+
+@pytest.mark.filterwarnings(NO_DATA)
+@pytest.mark.parametrize('theirs, ours', [('cifar_resnet32', 'cifar_resnet20'), ('resnet34', 'slim_resnet18')])
+def test_dense_models_of_this_package_say_first_that_the_depth_is_another(theirs, ours):
+    with pytest.raises(RuntimeError, match='^the checkpoint is of another depth'):
+        timm.create_model(ours, device='meta').load_state_dict(timm.create_model(theirs, device='meta').state_dict())
+
+
+def test_fresh_gates_are_remembered_until_weights_come(dense18):
+    model = timm.create_model('gated_resnet18')
+    model.load_state_dict(dense18.state_dict())
+    assert len(model.fresh_gates) == 8
+    model.load_state_dict(create('gated_resnet18').state_dict())
+    assert not model.fresh_gates
+    model.load_state_dict(dense18.state_dict())
+    assert not model.fresh_gates  # they have those of the checkpoint before
 
 
 def test_another_depth_by_checkpoint_path(tmp_path):

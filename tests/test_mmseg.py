@@ -139,9 +139,10 @@ def test_bad_options(build, message):
         build()
 
 
-def test_checkpoint_of_another_depth():
-    with pytest.raises(ValueError, match='2-2-2-2 blocks.*3-4-6-3'):
+def test_checkpoint_of_another_depth(caplog):
+    with pytest.raises(ValueError, match='^the checkpoint is of another depth.*2-2-2-2 blocks.*3-4-6-3'):
         mmengine.runner.checkpoint.load_state_dict(GatedResNet(depth=34), ResNet(depth=18).state_dict())
+    assert 'fresh initialisation' not in caplog.text
 
 
 def test_batch_of_one_trains():

@@ -20,7 +20,7 @@ from nets import shuffle
 from tool import run_tool
 
 from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d, SlimResNet
-from mmseg_plugin.analysis import create_segmentation
+from mmseg_plugin.analysis import create_segmentation, load_config
 from mmseg_plugin.backbones import backbone_cfg
 from mmseg_plugin.pruning import prune_static, pruned_config, specialize
 from timm_gated import accelerate, gates
@@ -145,7 +145,9 @@ def test_saved_config(segmentation):
 
 def test_options_of_the_command_line_are_saved(segmentation, tmp_path):
     config, _, _, _ = segmentation
-    options = ['--cfg-options', 'model.decode_head.channels=24']
+    torch.save(MODELS.build(load_config(str(config), ['model.decode_head.channels=24']).model).state_dict(),
+               tmp_path / 'weights.pth')
+    options = ['--checkpoint', tmp_path / 'weights.pth', '--cfg-options', 'model.decode_head.channels=24']
     assert prune('--mmseg-config', config, *options, '--output', tmp_path / 'pruned') == 0
     model = MODELS.build(Config.fromfile(tmp_path / 'pruned' / 'config.py').model)
     model.load_state_dict(torch.load(tmp_path / 'pruned' / 'weights.pth', weights_only=True)['state_dict'])
@@ -171,6 +173,33 @@ def run(*command) -> str:
 
 def prune(*args) -> int:
     return run_tool('prune', *args)
+
+
+def test_a_segmentor_wants_all_its_weights(segmentation, tmp_path, capsys):
+    config, weights, model, data = segmentation
+    for tool, more in (('prune', []), ('analyze_gates', ['--output', tmp_path / 'report'])):
+        assert run_tool(tool, '--mmseg-config', config, *more) == 1
+        assert 'no weights for the network, which would be untrained. Give --checkpoint' in capsys.readouterr().err
+    state_dict = model.state_dict()
+    backbone = {key: value for key, value in state_dict.items() if key.startswith('backbone.')}
+    dense = {key: value for key, value in state_dict.items() if '.gate' not in key}
+    for kept, message in ((backbone, 'does not load into the model.*missing keys.*decode_head'),
+                          (dense, 'no weights for the gates, which would be untrained')):
+        torch.save({'state_dict': kept}, tmp_path / 'some.pth')
+        assert prune('--mmseg-config', config, '--checkpoint', tmp_path / 'some.pth') == 1
+        assert re.search(message, capsys.readouterr().err, re.DOTALL)
+    assert prune('--mmseg-config', config, '--checkpoint', tmp_path / 'some.pth', '--untrained') == 0
+    assert f'\n{config} (untrained gates)\n' in capsys.readouterr().out
+    assert prune('--mmseg-config', config, '--cfg-options', f'load_from={weights}') == 0
+    assert 'untrained' not in capsys.readouterr().out
+    assert not (tmp_path / 'report').exists()
+
+
+def test_data_of_a_segmentor_that_is_not_there(segmentation, capsys):
+    config, weights, _, _ = segmentation
+    moved = ['--cfg-options', 'test_dataloader.dataset.data_root=nowhere']
+    assert prune('--mmseg-config', config, '--checkpoint', weights, *moved) == 1
+    assert re.search('nowhere.* does not exist.*data_root=DIR', capsys.readouterr().err)
 
 
 def test_scripts_of_mmseg_run_what_the_tool_writes(segmentation, tmp_path, capsys):

@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import examples, priors, quantiles, simple_priors
 
-from timm_gated.priors import Beta, Normal, Prior, RelaxedBernoulli, Uniform, create_prior
+from timm_gated.losses import batch_shaping_loss, l0_loss
+from timm_gated.priors import Beta, Mixture, Normal, Prior, RelaxedBernoulli, Uniform, create_prior
 
 UNIT = torch.tensor([0., 1e-30, 1e-6, 0.1, 0.3, 0.5, 0.8, 1 - 2 ** -24, 1.])
 REAL = torch.tensor([-50., -3., -1., 0., 0.4, 2., 5.])
 ALL = [Beta, Uniform, Normal, RelaxedBernoulli]
+INSTANCES = [Beta(), Uniform(), Normal(), RelaxedBernoulli(), Mixture('beta', 'uniform')]
 
 
 def relaxed_bernoulli_cdf(x: np.ndarray, temperature: float, probs: float) -> np.ndarray:
@@ -222,6 +224,15 @@ def test_copies_and_checkpoints(cls):
     (lambda: Beta(a='0.6'), "a must be positive and finite, got '0.6'"),
     (lambda: Beta(a=True), 'a must be positive and finite, got True'),
     (lambda: Beta(b=math.inf, learnable=True), 'b must be positive and finite, got inf'),
+    (lambda: Beta(a=torch.tensor(True)), 'a must be positive and finite, got True'),
+    (lambda: Beta(1e30, 1e30), r'a must be between 1e-30 and 1000, got 1e\+30'),
+    (lambda: Beta(1., 1e-31), 'b must be between 1e-30 and 1000, got 1e-31'),
+    (lambda: Beta(a=torch.tensor([1., 1e4]), learnable=True), 'a must be between 1e-30 and 1000, got'),
+    (lambda: Normal(scale=1e-300), r'scale must be between 1e-30 and 1e\+30, got 1e-300'),
+    (lambda: Normal(loc=1e300), r'loc must be between -1e30 and 1e30, got 1e\+300'),
+    (lambda: Uniform(0., 1e-300), r'high - low must be between 1e-30 and 1e\+30, got 1e-300'),
+    (lambda: Uniform(torch.tensor(False), torch.tensor(True)), 'low must be finite, got False'),
+    (lambda: RelaxedBernoulli(1e300), r'temperature must be between 1e-30 and 1e\+30, got 1e\+300'),
     (lambda: Normal(scale=0.), 'scale must be positive and finite, got 0.0'),
     (lambda: Normal(loc=math.nan), 'loc must be finite, got nan'),
     (lambda: Uniform(1., 1.), 'high must be finite and above low=1.0, got 1.0'),
@@ -235,6 +246,41 @@ def test_copies_and_checkpoints(cls):
 def test_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
+@pytest.mark.parametrize('learnable', [False, True])
+@pytest.mark.parametrize('cls, kwargs', [
+    (Beta, dict(a=1e-30, b=1.)), (Beta, dict(a=1e-30, b=1e-30)), (Beta, dict(a=1000., b=1e-30)),
+    (Uniform, dict(high=1e-30)), (Uniform, dict(low=-4e29, high=4e29)), (Normal, dict(loc=1e30, scale=1e-30)),
+    (Normal, dict(scale=1e30)), (RelaxedBernoulli, dict(temperature=1e-30, logits=-1e30)),
+    (RelaxedBernoulli, dict(temperature=1e30)),
+])
+def test_extreme_parameters_have_values(cls, kwargs, learnable, dtype):
+    x = torch.tensor([-1., 0., 1e-45, 1e-30, 0.3, 0.5, 1., 2.], dtype=dtype, requires_grad=True)
+    prior = cls(**kwargs, learnable=learnable)
+    cdf = prior.cdf(x)
+    grad, = torch.autograd.grad(cdf.sum(), x)
+    assert ((cdf >= 0) & (cdf <= 1)).all() and (cdf.diff() >= -1e-6).all()
+    assert grad.isfinite().all() and prior.pdf(x).isfinite().all()
+
+
+@pytest.mark.parametrize('prior', INSTANCES, ids=lambda prior: type(prior).__name__)
+@pytest.mark.parametrize('dtype', [torch.bool, torch.int64])
+def test_values_that_are_not_floating_are_refused(prior, dtype):
+    x = torch.tensor([[0], [1]], dtype=dtype)
+    for fn in (prior.cdf, prior.pdf, lambda x: batch_shaping_loss(x, prior), l0_loss):
+        with pytest.raises(ValueError, match=f'x must be a floating-point tensor, got {dtype}'):
+            fn(x)
+
+
+@pytest.mark.parametrize('prior', INSTANCES, ids=lambda prior: type(prior).__name__)
+def test_function_transforms(prior):
+    x = torch.tensor([0.1, 0.5, 0.9])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(prior.cdf))(x), prior.pdf(x))
+    for loss in (lambda x: batch_shaping_loss(x[:, None], prior), lambda x: l0_loss(x[:, None])):
+        leaf = x.clone().requires_grad_()
+        torch.testing.assert_close(torch.func.grad(loss)(x), torch.autograd.grad(loss(leaf), leaf)[0])
 
 
 @pytest.mark.parametrize('spec, expected', [

@@ -21,9 +21,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .precision import check_floating
+
 __all__ = ['beta_cdf', 'beta_pdf']
 
 Number = float | torch.Tensor
+
+# Range of the parameters. Beyond it, rounding would cost more than a few digits of float32, and the fraction would need
+# hundreds of levels.
+LEAST, LARGEST = 1e-30, 1e3
 
 # Relative error at which the fraction is cut, if a and b are floats. The values of tensors cannot be read without
 # waiting for the device, so they get a fixed depth, which reaches that error for parameters up to about 500.
@@ -39,11 +45,14 @@ def beta_cdf(x: torch.Tensor, a: Number, b: Number) -> torch.Tensor:
 
     Args:
         x: Where to evaluate.
-        a: First shape parameter, positive. A float is fast; a tensor broadcasts against `x` and may learn.
+        a: First shape parameter, between 1e-30 and 1000. A float is fast; a tensor broadcasts against `x` and may
+            learn, and its range is not checked.
         b: Second shape parameter, likewise.
     """
     x, a, b = _prepare(x, a, b)
-    return (_TensorBetaCDF if isinstance(a, torch.Tensor) else _FloatBetaCDF).apply(x, a, b)
+    if isinstance(a, torch.Tensor):
+        return _TensorBetaCDF.apply(x, a, b)
+    return _FloatBetaCDF.apply(x, a, b, x.requires_grad and torch.is_grad_enabled())[0]
 
 
 def beta_pdf(x: torch.Tensor, a: Number, b: Number) -> torch.Tensor:
@@ -54,7 +63,8 @@ def beta_pdf(x: torch.Tensor, a: Number, b: Number) -> torch.Tensor:
 
     Args:
         x: Where to evaluate.
-        a: First shape parameter, positive: a float, or a tensor that broadcasts against `x` and may learn.
+        a: First shape parameter, between 1e-30 and 1000: a float, or a tensor that broadcasts against `x` and may
+            learn, and whose range is not checked.
         b: Second shape parameter, likewise.
     """
     x, a, b = _prepare(x, a, b)
@@ -66,39 +76,55 @@ def beta_pdf(x: torch.Tensor, a: Number, b: Number) -> torch.Tensor:
 
 
 class _FloatBetaCDF(torch.autograd.Function):
+    """The CDF and, if asked for, the density, which is stored for the gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, a: float, b: float) -> torch.Tensor:
+    def forward(x: torch.Tensor, a: float, b: float, with_density: bool) -> tuple[torch.Tensor, torch.Tensor]:
         clamped = x.clamp(0, 1).to(_working_dtype(x))
         k = _constants(a, b, clamped.dtype)
         log_x, log_y = _logs(clamped, k)
         left, right = (_float_coefficients(*v, _TOLERANCE[clamped.dtype]) for v in ((a, b), (b, a)))
         cdf = _evaluate(clamped, log_x, log_y, k, left, right)
-        density = None
-        if ctx.needs_input_grad[0]:
-            # With the logarithms at hand, the density costs little more than an exp. They are replaced only where they
-            # are -inf, at 0 and 1; a clamp would also replace those of subnormal numbers.
-            info = torch.finfo(x.dtype)
-            log_x = torch.nan_to_num(log_x, math.nan, math.inf, math.log(info.tiny * k.scale_x))
-            log_y = torch.nan_to_num(log_y, math.nan, math.inf, math.log(info.eps / 2 * k.scale_y))
-            density = _exp(log_x, log_y, a - 1, b - 1, k.log_density).clamp_(max=info.max)
-            density *= clamped.clone().eq_(x)  # 1. inside [0, 1], 0. outside
-        ctx.save_for_backward(x, density)
-        ctx.parameters = a, b
-        return cdf.to(x.dtype)
+        if not with_density:
+            return cdf.to(x.dtype), x.new_empty(0)
+        # With the logarithms at hand, the density costs little more than an exp. They are replaced only where they are
+        # -inf, at 0 and 1; a clamp would also replace those of subnormal numbers.
+        info = torch.finfo(x.dtype)
+        log_x = torch.nan_to_num(log_x, math.nan, math.inf, math.log(info.tiny * k.scale_x))
+        log_y = torch.nan_to_num(log_y, math.nan, math.inf, math.log(info.eps / 2 * k.scale_y))
+        density = _exp(log_x, log_y, a - 1, b - 1, k.log_density).clamp_(max=info.max)
+        density *= clamped.clone().eq_(x)  # 1. inside [0, 1], 0. outside
+        return cdf.to(x.dtype), density
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        x, *ctx.parameters, ctx.with_density = inputs
+        ctx.save_for_backward(x, output[1])
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # no zeros for the density
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None
         x, density = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: what was stored carries no graph
+        if torch.is_grad_enabled() or not ctx.with_density:  # create_graph=True: what was stored carries no graph
             density = beta_pdf(x, *ctx.parameters)
-        return _grad_x(grad, density, x), None, None
+        return _grad_x(grad, density, x), None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, x: torch.Tensor, a: float, b: float, with_density: bool) -> tuple:
+        return _FloatBetaCDF.apply(x, a, b, with_density), (in_dims[0], in_dims[0] if with_density else None)
 
 
 class _TensorBetaCDF(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, a, b)
-        return _tensor_cdf(x, a, b)
+    def forward(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (_opaque_tensor_cdf if torch.compiler.is_compiling() else _tensor_cdf)(x, a, b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -107,11 +133,19 @@ class _TensorBetaCDF(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = _grad_x(grad, beta_pdf(x, a, b), x)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            derivatives = _parameter_derivatives if torch.is_grad_enabled() else _opaque_parameter_derivatives
-            cdf_a, cdf_b = derivatives(x, a, b)
+            opaque = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+            cdf_a, cdf_b = (_opaque_parameter_derivatives if opaque else _parameter_derivatives)(x, a, b)
             grad_a = (grad * cdf_a).sum_to_size(a.shape).to(a.dtype)
             grad_b = (grad * cdf_b).sum_to_size(b.shape).to(b.dtype)
         return grad_x, grad_a, grad_b
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *tensors: torch.Tensor) -> tuple[torch.Tensor, int]:
+        # The batch comes first, and all have as many dimensions after it.
+        moved = [v[None] if dim is None else v.movedim(dim, 0) for v, dim in zip(tensors, in_dims, strict=True)]
+        ndim = max(v.ndim for v in moved)
+        x, a, b = (v.reshape(v.shape[0], *(1,) * (ndim - v.ndim), *v.shape[1:]) for v in moved)
+        return beta_cdf(x, a, b), 0
 
 
 def _grad_x(grad: torch.Tensor, density: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -158,7 +192,7 @@ def _logs(x: torch.Tensor, k: _Constants) -> tuple[torch.Tensor, torch.Tensor]:
     """log(scale_x * x) and log(scale_y * (1 - x))."""
     y = 1 - x
     # Below 1/2, y is rounded, and b would multiply the error: the second term is its effect on the logarithm.
-    log_y = torch.log(y * k.scale_y).addcdiv_((1 - y).sub_(x), y.clamp(min=0.5))
+    log_y = torch.addcdiv(torch.log(y * k.scale_y), (1 - y).sub_(x), y.clamp(min=0.5))
     return torch.log(x * k.scale_x), log_y
 
 
@@ -184,7 +218,7 @@ def _evaluate(
     left = prefactor / _fraction(x.clamp(max=k.split), left_coefficients).mul_(k.a)
     right = prefactor.div_(_fraction((1 - x).clamp_(max=1 - k.split), right_coefficients).mul_(k.b)).neg_().add_(1)
     # Selection by a weight of 0 or 1: on a CPU torch.where would cost as much as both fractions.
-    return left.lerp_(right, (x - k.split).sign_().relu_())
+    return left.lerp_(right, (x - k.split).sign_().relu_()).clamp_(max=1)  # (which rounding may exceed)
 
 
 def _fraction(x: torch.Tensor, coefficients: Sequence[Any]) -> torch.Tensor:
@@ -208,7 +242,7 @@ def _float_coefficients(a: float, b: float, tolerance: float) -> list[float]:
     while abs(numerator / denominator - 1) > tolerance and len(coefficients) < 10_000:
         j = len(coefficients) + 1
         m = j // 2
-        d = (-(a + m) * (a + b + m) if j % 2 else m * (b - m)) / ((a + j - 1) * (a + j))
+        d = (-(a + m) * (a + b + m) if j % 2 else m * (b - m)) / ((a + (j - 1)) * (a + j))
         coefficients.append(d)
         numerator, denominator = 1 + d * x / numerator, 1 + d * x / denominator
     return coefficients
@@ -219,24 +253,30 @@ def _tensor_coefficients(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -
     j = torch.arange(1, _TENSOR_DEPTH[dtype] + 1, dtype=a.dtype, device=a.device).view(-1, *(1,) * a.ndim)
     m = (j / 2).floor()
     odd = j > 2 * m
-    denominator = (a + j - 1) * (a + j)
-    d = torch.where(odd, -(a + m) * (a + b + m), m * (b - m)) / denominator
-    d_a = (torch.where(odd, -(2 * a + b + 2 * m), 0) - d * (2 * a + 2 * j - 1)) / denominator
-    d_b = torch.where(odd, -(a + m), m) / denominator
+    before = a + (j - 1)  # in this order, in which a tiny a is not lost
+    ratio, ratio_a = torch.where(odd, -(a + m), m) / before, -m / before / before  # and its derivative in a
+    factor = torch.where(odd, a + b + m, b - m) / (a + j)
+    d = ratio * factor
+    d_a = ratio_a * factor + ratio * (odd.to(a.dtype) - factor) / (a + j)
+    d_b = ratio / (a + j)
     return list(zip(*(v.to(dtype).unbind() for v in (d, d_a, d_b)), strict=True))
 
 
 # The two functions with an unrolled loop of many levels are opaque to torch.compile, which would otherwise be busy with
 # them for minutes. (The loops of floats are short, and left open to fusion.) It is promised contiguous results.
-@torch.library.custom_op('timm_gated::beta_cdf', mutates_args=())
 def _tensor_cdf(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     clamped = x.clamp(0, 1).to(_working_dtype(x))
     k = _constants(a, b, clamped.dtype)
     left, right = ([d for d, _, _ in _tensor_coefficients(*v, clamped.dtype)] for v in ((a, b), (b, a)))
-    return _evaluate(clamped, *_logs(clamped, k), k, left, right).to(x.dtype).contiguous()
+    return _evaluate(clamped, *_logs(clamped, k), k, left, right).to(x.dtype)
 
 
-@_tensor_cdf.register_fake
+@torch.library.custom_op('timm_gated::beta_cdf', mutates_args=())
+def _opaque_tensor_cdf(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return _tensor_cdf(x, a, b).contiguous()
+
+
+@_opaque_tensor_cdf.register_fake
 def _(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape)
 
@@ -290,14 +330,16 @@ def _prepare(x: torch.Tensor, a: Any, b: Any) -> tuple[torch.Tensor, Any, Any]:
     The tensors are float64 where the device has it: float32 would cost digits in what is derived from them. Nothing of
     the size of x is computed in float64 on their account.
     """
-    if not x.is_floating_point():
-        raise ValueError(f'x must be a floating-point tensor, got {x.dtype}.')
+    check_floating(x)
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         dtype = torch.float32 if x.device.type == 'mps' else torch.float64
         a, b = torch.broadcast_tensors(*(torch.as_tensor(v, device=x.device).to(dtype) for v in (a, b)))
         return x.expand(torch.broadcast_shapes(x.shape, a.shape)), a, b
     if not (0 < a < math.inf and 0 < b < math.inf):
         raise ValueError(f'the parameters of a Beta distribution must be positive and finite, got a={a} and b={b}.')
+    if min(a, b) < LEAST or max(a, b) > LARGEST:
+        raise ValueError(
+            f'the parameters of a Beta distribution must be between {LEAST:g} and {LARGEST:g}, got a={a} and b={b}.')
     return x, float(a), float(b)
 
 

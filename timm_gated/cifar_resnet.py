@@ -20,7 +20,7 @@ from timm.models._features import feature_take_indices
 from timm.models.resnet import BasicBlock
 
 from .checks import check_number
-from .gated_net import build_model, checkpoint_filter_fn, rename_linear_head
+from .gated_net import build_model, check_depth, checkpoint_filter_fn, rename_linear_head
 from .narrow import Channels, narrow_maps
 from .zoo import weights_file
 
@@ -150,6 +150,7 @@ class CifarResNet(nn.Module):
                 m.zero_init_last()  # type: ignore[operator]
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        check_depth(self, state_dict, prefix)
         rename_linear_head(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -23,8 +23,8 @@ from .objective import GateLosses, Objective, objectives
 from .schedules import scale_epochs
 
 __all__ = [
-    'GatedNet', 'build_model', 'check_incoming', 'checkpoint_filter_fn', 'create_gated_net', 'from_dense_options',
-    'list_gated_models', 'rename_linear_head',
+    'GatedNet', 'build_model', 'check_depth', 'check_incoming', 'checkpoint_filter_fn', 'create_gated_net',
+    'from_dense_options', 'list_gated_models', 'rename_linear_head',
 ]
 
 _logger = logging.getLogger(__name__)
@@ -104,9 +104,7 @@ class GatedNet(nn.Module):
 
     def _load_from_state_dict(
             self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
-        mismatch = check_incoming(self, state_dict, prefix)
-        if mismatch:
-            error_msgs.append(mismatch)
+        check_incoming(self, state_dict, prefix)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
@@ -242,21 +240,49 @@ def checkpoint_filter_fn(state_dict: StateDict, model: nn.Module) -> StateDict:
     return out
 
 
-def check_incoming(model: nn.Module, state_dict: StateDict, prefix: str = '') -> str:
-    """What keeps a state dict from being loaded into a gated network, if anything; the log says which gates stay fresh.
+def check_incoming(
+        model: nn.Module,
+        state_dict: StateDict,
+        prefix: str = '',
+        error: Type[Exception] = RuntimeError,
+) -> None:
+    """Refuse a state dict of another depth. The log says which gates another one leaves fresh, and so does the network,
+    as `fresh_gates`.
 
     Args:
         model: The network.
         state_dict: The state dict that is being loaded.
         prefix: Of the network's keys in it.
+        error: What to raise.
     """
+    check_depth(model, state_dict, prefix, error)
     learnt = [n for n, m in model.named_modules() if isinstance(m, Gating) and m.state_dict()]
     fresh = [n for n in learnt if not any(k.startswith(f'{prefix}{n}.') for k in state_dict)]
     if fresh:
         _logger.warning(
             f'The checkpoint has no weights for {len(fresh)} of {len(learnt)} gates; '
             f'these keep their fresh initialisation: {fresh[0]}{" … " + fresh[-1] if len(fresh) > 1 else ""}.')
-    return _depth_mismatch(state_dict, model, prefix)
+    before = getattr(model, 'fresh_gates', fresh)  # which a checkpoint loaded earlier had none for either
+    model.fresh_gates = tuple(n for n in fresh if n in before)  # type: ignore[assignment]
+
+
+def check_depth(
+        model: nn.Module,
+        state_dict: StateDict,
+        prefix: str = '',
+        error: Type[Exception] = RuntimeError,
+) -> None:
+    """Refuse a state dict of another depth, with a sentence that says so in place of a list of all keys.
+
+    Args:
+        model: A ResNet.
+        state_dict: The state dict that is being loaded.
+        prefix: Of the network's keys in it.
+        error: What to raise.
+    """
+    mismatch = _depth_mismatch(state_dict, model, prefix)
+    if mismatch:
+        raise error(mismatch)
 
 
 def rename_linear_head(state_dict: StateDict, prefix: str = '') -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-__all__ = ['autocasts', 'full_precision', 'widen']
+__all__ = ['autocasts', 'check_floating', 'full_precision', 'widen']
 
 
 def full_precision(x: torch.Tensor) -> AbstractContextManager:
@@ -24,14 +24,26 @@ def autocasts(x: torch.Tensor) -> bool:
 
 def widen(x: torch.Tensor) -> torch.Tensor:
     """Half precision to float32. Backward, a gradient too large for x's dtype is clamped instead of being infinite."""
-    return _Widen.apply(x)
+    return _Widen.apply(check_floating(x))
+
+
+def check_floating(x: torch.Tensor) -> torch.Tensor:
+    """Return a floating-point tensor; refuse others, whose results would be rounded to their dtype."""
+    if not x.is_floating_point():
+        raise ValueError(f'x must be a floating-point tensor, got {x.dtype}.')
+    return x
 
 
 class _Widen(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.dtype = x.dtype
+    def forward(x: torch.Tensor) -> torch.Tensor:
         return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:

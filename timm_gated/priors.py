@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from .beta import beta_cdf, beta_pdf
+from .beta import LARGEST, LEAST, beta_cdf, beta_pdf
 from .precision import widen
 
 __all__ = ['Beta', 'Mixture', 'Normal', 'Prior', 'RelaxedBernoulli', 'Uniform', 'create_prior']
@@ -77,15 +77,15 @@ class Beta(Prior):
     """Beta distribution on [0, 1]; with both parameters below 1, most of its mass lies near 0 and 1.
 
     Args:
-        a: First shape parameter, positive (torch.distributions' `concentration1`).
-        b: Second shape parameter, positive (`concentration0`).
+        a: First shape parameter, between 1e-30 and 1000 (torch.distributions' `concentration1`).
+        b: Second shape parameter, likewise (`concentration0`).
         learnable: Learn the parameters.
     """
 
     def __init__(self, a: Number = 0.6, b: Number = 0.4, learnable: bool = False) -> None:
         super().__init__()
-        self._set('a', _check_positive('a', a), learnable, positive=True)
-        self._set('b', _check_positive('b', b), learnable, positive=True)
+        self._set('a', _check_positive('a', a, LEAST, LARGEST), learnable, positive=True)
+        self._set('b', _check_positive('b', b, LEAST, LARGEST), learnable, positive=True)
 
     def cdf(self, x: torch.Tensor) -> torch.Tensor:
         return beta_cdf(x, self.a, self.b)
@@ -108,8 +108,9 @@ class Uniform(Prior):
 
     def __init__(self, low: Number = 0., high: Number = 1., learnable: bool = False) -> None:
         super().__init__()
-        _check('low', low, lambda v: v.isfinite(), 'finite')
+        _check_finite('low', low)
         _check('high', high, lambda v: v.isfinite() & (v > low), f'finite and above low={_show(low)}')
+        _check_positive('high - low', _check_finite('high', high) - low)
         self._set('low', low, learnable)
         if learnable and not isinstance(high, nn.Parameter):
             self._set('width', high - low, learnable, positive=True)
@@ -141,8 +142,7 @@ class Normal(Prior):
 
     def __init__(self, loc: Number = 0., scale: Number = 1., learnable: bool = False) -> None:
         super().__init__()
-        _check('loc', loc, lambda v: v.isfinite(), 'finite')
-        self._set('loc', loc, learnable)
+        self._set('loc', _check_finite('loc', loc), learnable)
         self._set('scale', _check_positive('scale', scale), learnable, positive=True)
 
     def cdf(self, x: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ class RelaxedBernoulli(Prior):
             raise ValueError(f'only one of probs and logits can be given, got probs={probs} and logits={logits}.')
         self._set('temperature', _check_positive('temperature', temperature), learnable, positive=True)
         if logits is not None:
-            _check('logits', logits, lambda v: v.isfinite(), 'finite')
+            _check_finite('logits', logits)
         else:
             probs = 0.6 if probs is None else probs
             _check('probs', probs, lambda v: (v > 0) & (v < 1), 'inside (0, 1)')
@@ -286,15 +286,25 @@ def create_prior(spec: Prior | str | Mapping[str, Any]) -> Prior:
 
 
 def _check(name: str, value: Any, is_allowed: Callable[[torch.Tensor], torch.Tensor], allowed: str) -> None:
-    number = isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
+    if isinstance(value, torch.Tensor):
+        number = value.dtype != torch.bool
+    else:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if number and not isinstance(value, torch.Tensor):
         value = torch.tensor(value, dtype=torch.float64, device='cpu')  # whatever the default device: it may be meta
     if not number or not bool(is_allowed(value).all()):
         raise ValueError(f'{name} must be {allowed}, got {_show(value)}.')
 
 
-def _check_positive(name: str, value: Number) -> Number:
+def _check_finite(name: str, value: Number) -> Number:
+    _check(name, value, lambda v: v.isfinite(), 'finite')
+    _check(name, value, lambda v: v.abs() <= 1e30, 'between -1e30 and 1e30')  # float32 can calculate with these
+    return value
+
+
+def _check_positive(name: str, value: Number, least: float = 1e-30, largest: float = 1e30) -> Number:
     _check(name, value, lambda v: v.isfinite() & (v > 0), 'positive and finite')
+    _check(name, value, lambda v: (v >= least) & (v <= largest), f'between {least:g} and {largest:g}')
     return value
 
 

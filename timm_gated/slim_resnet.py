@@ -8,7 +8,7 @@ from typing import Any, Optional
 from timm.models import generate_default_cfgs, register_model
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 
-from .gated_net import build_model, checkpoint_filter_fn
+from .gated_net import build_model, check_depth, checkpoint_filter_fn
 from .gated_resnet import imagenet_cfg
 from .narrow import Channels, narrow_maps
 
@@ -27,6 +27,10 @@ class SlimResNet(ResNet):
     def __init__(self, *args: Any, inner_channels: Optional[Channels] = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         narrow_maps(self, inner_channels)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        check_depth(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 default_cfgs = generate_default_cfgs({

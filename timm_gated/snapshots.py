@@ -140,8 +140,10 @@ def load_snapshots(folder: Union[str, Path]) -> Snapshots:
     """
     files = sorted(Path(folder).glob('epoch_*.npz'), key=lambda path: int(path.stem.split('_')[1]))
     if not files:
+        problem = '' if Path(folder).is_dir() else ', which does not exist'
         raise ValueError(
-            f'no gate snapshots (epoch_*.npz) in {folder}. A training writes them with the model option snapshot_dir.')
+            f'no gate snapshots (epoch_*.npz) in {folder}{problem}. A training writes them there with the model option '
+            f"snapshot_dir: `train.py … --model-kwargs snapshot_dir='{folder}'`.")
     entries = []
     for path in files:
         with np.load(path, allow_pickle=False) as data:

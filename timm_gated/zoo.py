@@ -9,12 +9,23 @@ weights, put the file there and a line into the `default_cfgs` of the model's fa
 
 Of a model's tags with weights the first one is the default.
 """
+import difflib
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
-from timm.models import list_models, list_pretrained, model_entrypoint
+from timm.models import (
+    is_model,
+    is_model_pretrained,
+    list_models,
+    list_pretrained,
+    model_entrypoint,
+    parse_model_name,
+    split_model_name_tag,
+)
 
-__all__ = ['WEIGHTS', 'entry_points', 'list_weights', 'weights_file']
+__all__ = [
+    'WEIGHTS', 'check_model_name', 'check_weights', 'entry_points', 'list_weights', 'near_models', 'weights_file',
+]
 
 WEIGHTS = Path(__file__).resolve().parent / 'weights'
 
@@ -39,3 +50,48 @@ def entry_points() -> Dict[str, Callable[..., Any]]:
 def list_weights() -> List[str]:
     """Names, with their tags, of all weights that models of this package can be made with: the hub's as well."""
     return list_pretrained(list(entry_points()))
+
+
+def near_models(name: str) -> List[str]:
+    """Names of models that are spelt much like this one, or have it in them."""
+    name = name.lower()
+    return difflib.get_close_matches(name, list_models(), n=5) or list_models(f'*{name}*')[:5]
+
+
+def check_model_name(name: str) -> None:
+    """Refuse a model that does not exist, with near names, a tag that its model does not have, and a missing folder.
+
+    Args:
+        name: What `timm.create_model` takes.
+    """
+    source, place = parse_model_name(name)
+    if source == 'local-dir' and not Path(place).is_dir():
+        raise ValueError(
+            f"there is no folder '{place}': it does not exist, so config.json is not there. `python tools/hub.py save "
+            f'--output {place}` makes it of a checkpoint, timm_gated.save_pretrained of a model.')
+    if source:
+        return
+    model, tag = split_model_name_tag(place)
+    if not is_model(model):
+        near = near_models(model)
+        raise ValueError(
+            f"timm has no model '{model}'" + (f'; near: {", ".join(near)}' if near else '') +
+            '. timm.list_models() lists all.')
+    tags = [split_model_name_tag(tagged)[1] for tagged in list_models(model, include_tags=True)]
+    if tag and tag not in tags:
+        raise ValueError(f"'{model}' has no tag '{tag}'; its tags: {', '.join(filter(None, tags)) or 'none'}.")
+
+
+def check_weights(name: str, remedy: str) -> None:
+    """Refuse a model whose tag, the default one if it is not given, has no pretrained weights.
+
+    Args:
+        name: What `timm.create_model` takes; a folder or a repository has weights.
+        remedy: What to do about it, for the error.
+    """
+    source, _ = parse_model_name(name)
+    if not source and not is_model_pretrained(name):
+        others = list_pretrained(split_model_name_tag(name)[0])
+        raise ValueError(
+            f"there are no pretrained weights for '{name}'. {remedy}" +
+            (f' There are weights for {", ".join(others)}.' if others else ''))

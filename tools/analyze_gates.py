@@ -4,6 +4,8 @@
         --data-dir data/cifar10 --output report
     python tools/analyze_gates.py --mmseg-config configs/mmseg/pspnet/NAME.py --checkpoint iter_600.pth --output report
 
+Without a checkpoint, the pretrained weights of the model are analysed, or those that an mmseg config loads.
+
 The report has index.html, which opens from disk and shows everything; every figure as PNG and SVG; gates.json and
 gates.parquet with the numbers of the gates, samples.parquet with those of each image. It appears whole or not at all.
 
@@ -11,29 +13,20 @@ For the paper's comparison of batch shaping with L0 alone, analyse the model tra
 report to --compare of the other. For the gates over training, train with the model option snapshot_dir=FOLDER and give
 that folder to --snapshots. In segmentation, an image belongs to every class that its label map shows.
 """
+from __future__ import annotations
+
 import argparse
 import sys
 from pathlib import Path
-from typing import Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Dict, Iterable, List, Optional, Sequence, Tuple
 
-import torch.nn as nn
-from tqdm import tqdm
+from _options import add_data_options, add_model_options, add_segmentation_options, make_parser
 
-from timm_gated import gates
-from timm_gated.analysis import (
-    GateRecord,
-    ReportOptions,
-    check_gated,
-    check_target,
-    load_distribution,
-    record_gates,
-    write_report,
-)
-from timm_gated.analysis.sample_figures import FetchImage
-from timm_gated.analysis.sources import add_data_options, add_model_options, create_data, create_network
-from timm_gated.objective import gate_prior
-from timm_gated.snapshots import load_snapshots
-from timm_gated.statistics import check_threshold
+if TYPE_CHECKING:
+    import torch.nn as nn
+
+    from timm_gated.analysis import GateRecord, ReportOptions
+    from timm_gated.analysis.sample_figures import FetchImage
 
 
 def parse_groups(items: Iterable[str]) -> Dict[str, List[str]]:
@@ -49,6 +42,7 @@ def parse_groups(items: Iterable[str]) -> Dict[str, List[str]]:
 
 def check_names(options: ReportOptions, class_names: Sequence[str], model: nn.Module) -> None:
     """Refuse classes and gates that do not exist, before the work."""
+    from timm_gated import gates
     wanted = [*(options.classes or ()), *(name for members in (options.groups or {}).values() for name in members)]
     known_gates = [f'{name}/{index}' for name, gate in gates(model) for index in range(gate.num_gates)]
     for kind, names, known in (('class', wanted, class_names), ('gate', options.gates or (), known_gates)):
@@ -57,17 +51,14 @@ def check_names(options: ReportOptions, class_names: Sequence[str], model: nn.Mo
                 raise ValueError(f"there is no {kind} '{name}' among {', '.join(known[:8])} … ({len(known)} in all).")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_args(argv: Optional[List[str]]) -> argparse.Namespace:
+    parser = make_parser(__doc__)
     parser.add_argument('--output', type=Path, required=True, metavar='DIR', help='folder of the report, a new one')
     parser.add_argument('--overwrite', action='store_true', help='replace an older report')
     parser.add_argument('--checkpoint', default='', metavar='FILE', help='weights of the model')
     add_model_options(parser)
     add_data_options(parser)
-    group = parser.add_argument_group('segmentation (in place of model and data)')
-    group.add_argument('--mmseg-config', metavar='FILE', help='an mmseg config: its model and its test_dataloader')
-    group.add_argument(
-        '--cfg-options', nargs='+', default=[], metavar='KEY=VALUE', help='settings of the config to override')
+    add_segmentation_options(parser)
     group = parser.add_argument_group('report')
     group.add_argument('--name', help='of the model, for titles (default: the name of model or config)')
     group.add_argument(
@@ -87,11 +78,18 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument(
         '--rare', type=float, default=0.1,
         help='share of images for which a specialised gate is open, at most (default: %(default)s)')
-    return parser
+    return parser.parse_args(argv)
 
 
 def run(args: argparse.Namespace) -> Tuple[GateRecord, FetchImage, ReportOptions]:
     """One pass over the data."""
+    from tqdm import tqdm
+
+    from timm_gated.analysis import ReportOptions, check_gated, load_distribution, record_gates
+    from timm_gated.analysis.sources import create_data, create_network, find_device, title
+    from timm_gated.objective import gate_prior
+    from timm_gated.snapshots import load_snapshots
+    from timm_gated.statistics import check_threshold
     options = ReportOptions(
         checkpoint=args.checkpoint, classes=args.classes, gates=args.gates, groups=parse_groups(args.groups),
         threshold=check_threshold(args.threshold), rare=args.rare,
@@ -99,16 +97,17 @@ def run(args: argparse.Namespace) -> Tuple[GateRecord, FetchImage, ReportOptions
         snapshots=load_snapshots(args.snapshots) if args.snapshots else None)
     if args.mmseg_config:
         from mmseg_plugin.analysis import create_segmentation  # needs the extra `mmseg`
-        model, data = create_segmentation(args.mmseg_config, args.checkpoint, args.cfg_options, args.device)
-        options.name = args.name or Path(args.mmseg_config).stem
+        model, data = create_segmentation(
+            args.mmseg_config, args.checkpoint, args.cfg_options, find_device(args.device), args.untrained)
         options.model, options.data = Path(args.mmseg_config).stem, 'test_dataloader'
+        options.name = title(model, options.model, args.name)
     else:
         if not args.model:
             raise ValueError('give --model (a gated timm model) or --mmseg-config.')
         model = create_network(args.model, args.checkpoint, args)
         data = create_data(check_gated(model), args)
-        options.name = args.name or args.model
         options.model, options.data = args.model, f'{args.data_dir or args.dataset}, {args.split}'
+        options.name = title(model, options.model, args.name)
     check_names(options, data.class_names, check_gated(model))
     if options.name in options.compare:
         raise ValueError(f"a report to compare with is also called '{options.name}': give this one a --name.")
@@ -119,7 +118,9 @@ def run(args: argparse.Namespace) -> Tuple[GateRecord, FetchImage, ReportOptions
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    args = make_parser().parse_args(argv)
+    args = parse_args(argv)
+
+    from timm_gated.analysis import check_target, write_report
     try:
         check_target(args.output, args.overwrite)  # before the work, not after it
         record, fetch_image, options = run(args)

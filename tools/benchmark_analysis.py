@@ -1,20 +1,19 @@
 """What it costs to see the gates
 
 Prints how much longer an evaluation takes when everything that tools/analyze_gates.py shows is recorded on the way.
-Both sides run the same gated model over the same random images in memory, in turns, and medians are compared.
+Both sides run the same untrained gated model over the same random images in memory, in turns, and medians are compared.
+
+    python tools/benchmark_analysis.py --model gated_resnet34 --images 256 --batch-size 64
 """
-import argparse
+import sys
 from typing import List, Optional
 
-import timm
-import torch
+from _options import make_parser
 from benchmark_training import interleaved
 
-from timm_gated.analysis import record_classifier
 
-
-def main(argv: Optional[List[str]] = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Optional[List[str]] = None) -> int:
+    parser = make_parser(__doc__)
     parser.add_argument('--model', default='gated_resnet20', help='a gated timm model (default: %(default)s)')
     parser.add_argument('--images', type=int, default=10000, help='images of an evaluation (default: %(default)s)')
     parser.add_argument('--batch-size', type=int, default=256, help='default: %(default)s')
@@ -22,6 +21,17 @@ def main(argv: Optional[List[str]] = None) -> None:
     args = parser.parse_args(argv)
     if args.rounds < 1 or args.images < args.batch_size or args.batch_size < 1:
         parser.error('--rounds and --batch-size must be at least 1, and --images at least one batch.')
+
+    import timm
+    import torch
+
+    from timm_gated.analysis import record_classifier
+    from timm_gated.zoo import check_model_name
+    try:
+        check_model_name(args.model)
+    except ValueError as error:
+        print(f'error: {error}', file=sys.stderr)
+        return 1
     torch.manual_seed(0)
     model = timm.create_model(args.model).eval()
     size = model.pretrained_cfg['input_size']
@@ -37,10 +47,11 @@ def main(argv: Optional[List[str]] = None) -> None:
         record_classifier(model, batches, names)
 
     seconds = interleaved({'plain': plain, 'recorded': recorded}, args.rounds)
-    print(f'{args.model}, {len(batches) * args.batch_size} images in batches of {args.batch_size}, '
+    print(f'{args.model} (untrained), {len(batches) * args.batch_size} images in batches of {args.batch_size}, '
           f'{torch.get_num_threads()} threads: plain {seconds["plain"]:.2f} s, recorded {seconds["recorded"]:.2f} s, '
           f'{seconds["recorded"] / seconds["plain"]:.3f} times as long')
+    return 0
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(main())

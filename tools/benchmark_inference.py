@@ -2,7 +2,7 @@
 
 Times, in turns and on this machine, dense ResNets under eager torch, torch.compile, ONNX Runtime and OpenVINO, and
 gated ResNets three ways: masked (all filters computed), `accelerate` with torch slices, and `accelerate` with the
-native kernels. All compute in float32. Without a checkpoint, gated networks have random weights, and gate biases that
+native kernels. All compute in float32. Networks are untrained; without a checkpoint, gated ones have gate biases that
 keep a given share of the filters.
 
 Writes the table, a figure and all timings as JSON into --output.
@@ -12,6 +12,8 @@ Writes the table, a figure and all timings as JSON into --output.
     python tools/benchmark_inference.py --networks 34 --checkpoint model.safetensors --data-dir imagenet
     python tools/benchmark_inference.py --networks 34 --simulate 16 --device cuda
 """
+from __future__ import annotations
+
 import argparse
 import contextlib
 import importlib.metadata
@@ -20,23 +22,22 @@ import os
 import platform
 import random
 import statistics
+import sys
 import tempfile
 import time
 import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
-import matplotlib
-import matplotlib.pyplot as plt
-import timm
-import torch
-import torch.nn as nn
+from _options import make_parser
 from tqdm import tqdm
 
-from timm_gated import accelerate, count_macs, gates, instruction_sets
-from timm_gated.inference.program import Conv, Program, compile_trunk, trunk
-from timm_gated.inference.sliced import SlicedRunner
+if TYPE_CHECKING:
+    import torch
+    import torch.nn as nn
+
+    from timm_gated.inference.program import Program
 
 Run = Callable[[], Any]
 DENSE_RUNTIMES = ('eager', 'compile', 'onnxruntime', 'openvino')
@@ -69,19 +70,23 @@ class Row:
         return self.runtime in DENSE_RUNTIMES
 
 
-@torch.no_grad()
 def keep_filters(model: nn.Module, share: float) -> nn.Module:
     """Set the biases of gates so that each keeps this share of its filters, at random, for every image. In place."""
+    import torch
+
+    from timm_gated import gates
     generator = torch.Generator().manual_seed(0)
     for _, gate in gates(model):
         order = torch.randperm(gate.num_gates, generator=generator)
-        gate.fc2.weight.zero_()
-        gate.fc2.bias.fill_(-1.)
-        gate.fc2.bias[order[:round(share * gate.num_gates)]] = 1.
+        with torch.no_grad():
+            gate.fc2.weight.zero_()
+            gate.fc2.bias.fill_(-1.)
+            gate.fc2.bias[order[:round(share * gate.num_gates)]] = 1.
     return model
 
 
 def prepare_onnx(model: nn.Module, x: torch.Tensor, folder: Path) -> str:
+    import torch
     path = folder / f'{id(model)}-{x.shape[0]}.onnx'
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
@@ -91,6 +96,9 @@ def prepare_onnx(model: nn.Module, x: torch.Tensor, folder: Path) -> str:
 
 def prepare(model: nn.Module, runtime: str, x: torch.Tensor, threads: int, folder: Path) -> Run:
     """A function that runs a batch."""
+    import torch
+
+    from timm_gated import accelerate
     if runtime in ('eager', 'masked'):
         return lambda: model(x)
     if runtime == 'compile':
@@ -118,6 +126,7 @@ def prepare(model: nn.Module, runtime: str, x: torch.Tensor, threads: int, folde
 
 def check_outputs(sides: Sequence[Tuple[Row, Run]]) -> None:
     """All runtimes of a network agree."""
+    import torch
     expected: Dict[Any, torch.Tensor] = {}
     for row, run in sides:
         output = torch.as_tensor(run())
@@ -142,6 +151,8 @@ def time_in_turns(sides: Sequence[Tuple[Row, Run]], rounds: int) -> None:
 
 def load_images(args: argparse.Namespace, model: nn.Module, count: int) -> torch.Tensor:
     """Images of the data set, or noise."""
+    import timm
+    import torch
     if args.data_dir is None:
         return torch.randn(count, 3, args.img_size, args.img_size, generator=torch.Generator().manual_seed(0))
     config = timm.data.resolve_data_config({'input_size': (3, args.img_size, args.img_size)}, model=model)
@@ -153,16 +164,27 @@ def load_images(args: argparse.Namespace, model: nn.Module, count: int) -> torch
 
 def gated_networks(args: argparse.Namespace, depth: int) -> Iterator[Tuple[Optional[float], nn.Module]]:
     """The gated network as it was trained, or with each share of its filters kept."""
+    import timm
+    import torch
+
+    from timm_gated.files import explained
     if args.checkpoint is not None:
-        yield None, timm.create_model(f'gated_resnet{depth}', checkpoint_path=args.checkpoint).eval()
+        with explained(f'{args.checkpoint} does not load into gated_resnet{depth}'):
+            model = timm.create_model(f'gated_resnet{depth}', checkpoint_path=args.checkpoint).eval()
+        if model.fresh_gates:
+            raise ValueError(f'{args.checkpoint} has no weights for the gates: it is not of a trained gated network.')
+        yield None, model
         return
     for share in args.keep:
         torch.manual_seed(0)
         yield share, keep_filters(timm.create_model(f'gated_resnet{depth}', zero_init_last=False), share).eval()
 
 
-@torch.inference_mode()
 def benchmark(args: argparse.Namespace, folder: Path) -> List[Row]:
+    import timm
+    import torch
+
+    from timm_gated import count_macs
     rows: List[Row] = []
     settings = [(batch_size, threads) for batch_size in args.batch_sizes for threads in args.threads]
     progress = tqdm(total=len(settings) * len(args.networks), desc='settings', unit='')
@@ -241,11 +263,13 @@ def table(rows: Sequence[Row]) -> str:
     return '\n'.join(text)
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot(rows: Sequence[Row], weights: str, path: Path) -> None:
     """Milliseconds of an image against its MACs, a panel for each setting."""
+    from matplotlib.figure import Figure
     settings = list(dict.fromkeys((row.batch_size, row.threads) for row in rows))
-    fig, axes = plt.subplots(
-        1, len(settings), figsize=(5.2 * len(settings), 4.4), squeeze=False, layout='constrained')
+    fig = Figure(figsize=(5.2 * len(settings), 4.4), layout='constrained')
+    fig.suptitle(f'Weights: {weights}', fontsize='small')
+    axes = fig.subplots(1, len(settings), squeeze=False)
     for axis, setting in zip(axes[0], settings, strict=True):
         lines: Dict[Tuple[str, str], List[Row]] = {}
         for row in rows:
@@ -266,11 +290,11 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0][0].legend(frameon=False, title='dense (squares), gated (lines)', fontsize='small')
     fig.savefig(path, dpi=150)
-    plt.close(fig)
 
 
 def fix_gates(program: Program, opened: Dict[int, torch.Tensor]) -> Program:
     """The program of the sparse network that one image sees: open filters only. Its gates still run."""
+    from timm_gated.inference.program import Conv, Program
     ops: List[Any] = []
     for op in program.ops:
         if isinstance(op, Conv):
@@ -284,12 +308,17 @@ def fix_gates(program: Program, opened: Dict[int, torch.Tensor]) -> Program:
     return Program(program.in_channels, ops, program.num_maps, program.num_gates)
 
 
-@torch.inference_mode()
 def simulate(args: argparse.Namespace) -> List[Row]:
     """The paper's simulation of batched kernels: for each image, the sparse network of its gate pattern on a batch.
 
     Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
     """
+    import timm
+    import torch
+
+    from timm_gated import count_macs
+    from timm_gated.inference.program import compile_trunk, trunk
+    from timm_gated.inference.sliced import SlicedRunner
     device = torch.device(args.device)
 
     def milliseconds(run: Run) -> float:
@@ -328,6 +357,7 @@ def simulate(args: argparse.Namespace) -> List[Row]:
 
 def machine() -> Dict[str, Any]:
     """What the figures were measured on."""
+    from timm_gated import instruction_sets
     cpu = platform.processor()
     if Path('/proc/cpuinfo').exists():
         names = [line.split(':', 1)[1].strip() for line in Path('/proc/cpuinfo').read_text().splitlines()
@@ -340,8 +370,8 @@ def machine() -> Dict[str, Any]:
     return dict(cpu=cpu, cores=os.cpu_count(), kernels=(instruction_sets() or ['none'])[0], **versions)
 
 
-def main(argv: Optional[List[str]] = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Optional[List[str]] = None) -> int:
+    parser = make_parser(__doc__)
     parser.add_argument('--quick', action='store_true', help='batch 1, --keep 0.43 0.55 1, 7 rounds, no torch.compile: '
                         'within three minutes')
     parser.add_argument('--networks', type=int, nargs='+', default=[18, 34, 50], choices=(18, 34, 50, 101, 152))
@@ -367,26 +397,40 @@ def main(argv: Optional[List[str]] = None) -> None:
         parser.error(f'--keep takes shares between 0 and 1, got {args.keep}.')
     if args.checkpoint is not None and len(args.networks) != 1:
         parser.error('--checkpoint is of one network: say which, as in --networks 34.')
-    if args.threads is None:
-        args.threads = sorted({1, torch.get_num_threads()})
+    if args.checkpoint is not None and not Path(args.checkpoint).is_file():
+        parser.error(f'--checkpoint {args.checkpoint} does not exist.')
+    if args.data_dir is not None and not Path(args.data_dir).is_dir():
+        parser.error(f"--data-dir {args.data_dir} does not exist; it is a folder of images, as for timm's train.py.")
     if args.quick:
         args.keep, args.batch_sizes, args.rounds = [0.43, 0.55, 1.], [1], 7
         args.dense_runtimes = [runtime for runtime in args.dense_runtimes if runtime != 'compile']
-    matplotlib.use('Agg')
 
+    import torch
+    if args.threads is None:
+        args.threads = sorted({1, torch.get_num_threads()})
+    weights = 'random (untrained)'
+    if args.checkpoint is not None:
+        weights = f'{args.checkpoint} (gated), random (dense, untrained)'
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.output) as scratch:
         folder = Path(scratch)
-        rows = simulate(args) if args.simulate is not None else benchmark(args, folder)
-        summary = f'{", ".join(f"{key} {value}" for key, value in machine().items())}\n\n{table(rows)}\n{LEGEND}\n'
+        try:
+            with torch.inference_mode():
+                rows = simulate(args) if args.simulate is not None else benchmark(args, folder)
+        except ValueError as error:
+            print(f'error: {error}', file=sys.stderr)
+            return 1
+        conditions = f'{", ".join(f"{key} {value}" for key, value in machine().items())}\nweights: {weights}'
+        summary = f'{conditions}\n\n{table(rows)}\n{LEGEND}\n'
         (folder / 'table.txt').write_text(summary)
         (folder / 'results.json').write_text(json.dumps(
-            dict(machine=machine(), rows=[dict(asdict(row), ms=row.ms) for row in rows]), indent=1))
-        plot(rows, folder / 'speed.png')
+            dict(machine=machine(), weights=weights, rows=[dict(asdict(row), ms=row.ms) for row in rows]), indent=1))
+        plot(rows, weights, folder / 'speed.png')
         for name in ('table.txt', 'results.json', 'speed.png'):
             os.replace(folder / name, args.output / name)
     print(f'{summary}\nFigure and timings: {args.output}')
+    return 0
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(main())

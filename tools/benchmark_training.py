@@ -7,46 +7,51 @@ Prints, from one run on this machine, three ratios:
     3. the whole training step: `gated_resnet34` with batch shaping and L0 over timm's dense `resnet34`.
 
 1 and 2 run on 256 images x 3776 gates (a gated ResNet-34), on one thread. Machines are noisy, so the two sides of each
-ratio are timed in turns, and medians are compared.
+ratio are timed in turns, and medians are compared. The networks are untrained.
+
+    python tools/benchmark_training.py --only losses
+    python tools/benchmark_training.py --only step --depth 50 --batch-size 16
 """
-import argparse
+from __future__ import annotations
+
 import statistics
 import time
-from typing import Callable, Dict, List, Optional
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Tuple
 
-import numpy as np
-import scipy.stats
-import timm
-import torch
-import torch.nn as nn
-from timm.optim import create_optimizer_v2
-from timm.task import ClassificationTask
+from _options import make_parser
 from tqdm import tqdm
 
-from timm_gated import Beta, batch_shaping_loss, beta_cdf
+if TYPE_CHECKING:
+    import torch
+    import torch.nn as nn
 
 A, B = 0.6, 0.4
 
 
-class ScipyBetaCDF(torch.autograd.Function):
-    """The usual way: cdf and pdf of scipy.stats.beta, by way of NumPy."""
+def scipy_losses() -> Tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
+    """The CDF and the batch-shaping loss the usual way: cdf and pdf of scipy.stats.beta, by way of NumPy."""
+    import numpy as np
+    import scipy.stats
+    import torch
 
-    @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return torch.from_numpy(scipy.stats.beta.cdf(x.detach().numpy(), A, B).astype(np.float32))
+    class ScipyBetaCDF(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return torch.from_numpy(scipy.stats.beta.cdf(x.detach().numpy(), A, B).astype(np.float32))
 
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
-        x, = ctx.saved_tensors
-        return grad * torch.from_numpy(scipy.stats.beta.pdf(x.numpy(), A, B).astype(np.float32))
+        @staticmethod
+        def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+            x, = ctx.saved_tensors
+            return grad * torch.from_numpy(scipy.stats.beta.pdf(x.numpy(), A, B).astype(np.float32))
 
+    def batch_shaping_loss(x: torch.Tensor) -> torch.Tensor:
+        """The loss as the paper writes it, on that CDF."""
+        n = x.shape[0]
+        expected = torch.arange(1, n + 1, dtype=x.dtype)[:, None] / (n + 1)
+        return (expected - ScipyBetaCDF.apply(torch.sort(x, dim=0).values)).square().mean(0).sum()
 
-def scipy_batch_shaping_loss(x: torch.Tensor) -> torch.Tensor:
-    """The loss as the paper writes it, on that CDF."""
-    n = x.shape[0]
-    expected = torch.arange(1, n + 1, dtype=x.dtype)[:, None] / (n + 1)
-    return (expected - ScipyBetaCDF.apply(torch.sort(x, dim=0).values)).square().mean(0).sum()
+    return ScipyBetaCDF.apply, batch_shaping_loss
 
 
 def interleaved(sides: Dict[str, Callable[[], None]], rounds: int) -> Dict[str, float]:
@@ -62,11 +67,15 @@ def interleaved(sides: Dict[str, Callable[[], None]], rounds: int) -> Dict[str, 
 
 
 def benchmark_losses(rounds: int) -> None:
+    import torch
+
+    from timm_gated import Beta, batch_shaping_loss, beta_cdf
     torch.manual_seed(0)
     x = torch.sigmoid(2 * torch.randn(256, 3776)).requires_grad_()
     prior = Beta(A, B)
+    scipy_cdf, scipy_batch_shaping_loss = scipy_losses()
     sides: Dict[str, Callable[[], torch.Tensor]] = {
-        'scipy cdf': lambda: ScipyBetaCDF.apply(x).sum(),
+        'scipy cdf': lambda: scipy_cdf(x).sum(),
         'beta_cdf': lambda: beta_cdf(x, A, B).sum(),
         'scipy loss': lambda: scipy_batch_shaping_loss(x),
         'batch_shaping_loss': lambda: batch_shaping_loss(x, prior),
@@ -90,6 +99,13 @@ def benchmark_losses(rounds: int) -> None:
 
 
 def benchmark_step(rounds: int, depth: int, batch_size: int, image_size: int) -> None:
+    import timm
+    import torch
+    import torch.nn as nn
+    from timm.optim import create_optimizer_v2
+    from timm.task import ClassificationTask
+
+    import timm_gated  # noqa: F401  (registers the gated models)
     torch.manual_seed(0)
     images, labels = torch.randn(batch_size, 3, image_size, image_size), torch.randint(1000, (batch_size,))
 
@@ -108,13 +124,13 @@ def benchmark_step(rounds: int, depth: int, batch_size: int, image_size: int) ->
         'dense': training_step(timm.create_model(f'resnet{depth}')),
         'gated': training_step(gated),
     }, rounds)
-    print(f'training step at {image_size} px, batch {batch_size}, {torch.get_num_threads()} threads: '
+    print(f'untrained, training step at {image_size} px, batch {batch_size}, {torch.get_num_threads()} threads: '
           f'resnet{depth} {seconds["dense"]:.2f} s, gated_resnet{depth} with both losses {seconds["gated"]:.2f} s, '
           f'{seconds["gated"] / seconds["dense"]:.3f} times as long')
 
 
 def main(argv: Optional[List[str]] = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument('--rounds', type=int, default=11, help='timed rounds of each side (default: 11)')
     parser.add_argument('--depth', type=int, default=34, choices=(18, 34, 50, 101, 152), help='ResNet of the step')
     parser.add_argument('--batch-size', type=int, default=32)

@@ -6,18 +6,11 @@
 The result is a bare state dict: of a backbone, for `init_cfg=dict(type='Pretrained', checkpoint=…)`, or of a timm model
 without its classifier. Nothing but tensors is read from the source, and the target is written whole or not at all.
 """
-import argparse
 import sys
 from pathlib import Path
 from typing import List, Optional
 
-import safetensors.torch
-import torch
-from timm.models import load_state_dict
-
-from mmseg_plugin.compat import history_allowed
-from mmseg_plugin.convert import mmseg_to_timm, timm_to_mmseg
-from timm_gated.files import explained, new_file
+from _options import make_parser
 
 
 def convert(source: Path, target: Path, to: str, overwrite: bool = False) -> int:
@@ -29,6 +22,13 @@ def convert(source: Path, target: Path, to: str, overwrite: bool = False) -> int
         to: 'mmseg' or 'timm'.
         overwrite: Replace an existing target.
     """
+    import safetensors.torch
+    import torch
+    from timm.models import load_state_dict
+
+    from mmseg_plugin.compat import history_allowed
+    from mmseg_plugin.convert import mmseg_to_timm, timm_to_mmseg
+    from timm_gated.files import explained, new_file
     if not source.is_file():
         raise ValueError(f'no checkpoint at {source}.')
     if target.exists() and not overwrite:
@@ -47,7 +47,7 @@ def convert(source: Path, target: Path, to: str, overwrite: bool = False) -> int
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument('source', type=Path, help='checkpoint to convert (.pth, .pth.tar or .safetensors)')
     parser.add_argument('target', type=Path, help='file to write (.pth or .safetensors)')
     parser.add_argument('--to', choices=('mmseg', 'timm'), required=True, help='what the target is for')

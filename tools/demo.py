@@ -6,32 +6,25 @@ a table of what gating buys and draws how the gates' distribution changed over t
 
 Batch shaping first drives every gate to the paper's Beta(0.6, 0.4) prior, so that filters become conditional; the L0
 loss then closes those that the task does not need.
+
+    python tools/demo.py --output output/demo
+    python tools/demo.py --epochs 60 --gamma 0.02
 """
-import argparse
+from __future__ import annotations
+
 import os
 import tempfile
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Tuple
 
-import matplotlib
-import matplotlib.pyplot as plt
-import numpy as np
-import timm
-import torch
-import torch.nn as nn
-import torch.nn.functional as F
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
-from timm.optim import create_optimizer_v2
-from timm.scheduler import create_scheduler_v2
-from timm.task import ClassificationTask
-from torch.utils.data import DataLoader, TensorDataset
-from tqdm import tqdm
+from _options import make_parser
 
-from timm_gated import GateLosses, GateStatistics, MacCounter, gates
-from timm_gated.statistics import GateCounts
+if TYPE_CHECKING:
+    import numpy as np
+    import torch.nn as nn
+    from torch.utils.data import DataLoader
 
-Loaders = Tuple[DataLoader, DataLoader]
+    from timm_gated import GateCounts, GateLosses
 
 
 class Evaluation(NamedTuple):
@@ -42,8 +35,14 @@ class Evaluation(NamedTuple):
     probabilities: Optional[np.ndarray]  # sigmoid(logit) of every gate and image
 
 
-def digits(batch_size: int, seed: int) -> Loaders:
+def digits(batch_size: int, seed: int) -> Tuple[DataLoader, DataLoader]:
     """Loaders of 80 % and 20 % of the digits, at 16 x 16 pixels."""
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+    from torch.utils.data import DataLoader, TensorDataset
     images, labels = load_digits(return_X_y=True)
     x = torch.from_numpy(images).float().view(-1, 1, 8, 8) / 16
     x = F.interpolate((x - x.mean()) / x.std(), scale_factor=2, mode='bilinear')
@@ -56,13 +55,15 @@ def digits(batch_size: int, seed: int) -> Loaders:
     )
 
 
-@torch.no_grad()
 def evaluate(model: nn.Module, loader: DataLoader) -> Evaluation:
+    import torch
+
+    from timm_gated import GateStatistics, MacCounter, gates
     model.eval()
     statistics = GateStatistics()
     correct, macs, dense, probabilities = 0, [], 0, []
     for images, labels in loader:
-        with MacCounter(model) as counter:
+        with torch.no_grad(), MacCounter(model) as counter:
             correct += int((model(images).argmax(1) == labels).sum())
         if gates(model):
             statistics.update(model)
@@ -78,8 +79,23 @@ def evaluate(model: nn.Module, loader: DataLoader) -> Evaluation:
     )
 
 
-def train(name: str, loaders: Loaders, epochs: int, seed: int, **model_kwargs) -> Tuple[nn.Module, List[Evaluation]]:
+def train(
+        name: str,
+        loaders: Tuple[DataLoader, DataLoader],
+        epochs: int,
+        seed: int,
+        **model_kwargs,
+) -> Tuple[nn.Module, List[Evaluation]]:
     """Train one model; returns it with its evaluation before training and after every epoch."""
+    import timm
+    import torch
+    import torch.nn as nn
+    from timm.optim import create_optimizer_v2
+    from timm.scheduler import create_scheduler_v2
+    from timm.task import ClassificationTask
+    from tqdm import tqdm
+
+    import timm_gated  # noqa: F401  (registers the gated models)
     torch.manual_seed(seed)
     train_loader, test_loader = loaders
     model = timm.create_model(name, in_chans=1, num_classes=10, **model_kwargs)
@@ -123,9 +139,12 @@ def table(results: Dict[str, Evaluation]) -> str:
 
 def plot(history: List[Evaluation], losses: GateLosses, path: Path) -> None:
     """Draw how the gates' distribution changed over training."""
+    import numpy as np
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
     epochs = np.arange(len(history))
-    fig, axes = plt.subplots(
-        3, 1, figsize=(8, 8), sharex=True, height_ratios=(1, 2.2, 2), layout='constrained')
+    fig = Figure(figsize=(8, 8), layout='constrained')
+    axes = fig.subplots(3, 1, sharex=True, height_ratios=(1, 2.2, 2))
     weights = np.array([losses.weights(max(epoch - 1, 0)) for epoch in epochs])
     for values, label in zip(weights.T, ('λ, batch shaping', 'γ, L0'), strict=True):
         top = max(values.max(), 1e-12)
@@ -138,7 +157,7 @@ def plot(history: List[Evaluation], losses: GateLosses, path: Path) -> None:
     density = np.stack([np.histogram(entry.probabilities, bins, density=True)[0] for entry in history], axis=1)
     image = axes[1].imshow(
         density, origin='lower', aspect='auto', extent=(-0.5, len(history) - 0.5, 0, 1), cmap='magma',
-        norm=matplotlib.colors.LogNorm(vmin=0.03, vmax=density.max()))
+        norm=LogNorm(vmin=0.03, vmax=density.max()))
     axes[1].set_ylabel('σ(logit) of gates × images')
     fig.colorbar(image, ax=axes[1], label='density', pad=0.01)
 
@@ -149,11 +168,10 @@ def plot(history: List[Evaluation], losses: GateLosses, path: Path) -> None:
     axes[2].set(xlabel='epoch', ylabel='share of gates', ylim=(0, 1), xlim=(-0.5, len(history) - 0.5))
     axes[2].legend(loc='center', framealpha=0.9)
     fig.savefig(path, dpi=150)
-    plt.close(fig)
 
 
 def main(argv: Optional[List[str]] = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument('--output', type=Path, default=Path('output/demo'), help='folder of the figure and the table')
     parser.add_argument('--epochs', type=int, default=30, help='epochs of each of the two trainings (default: 30)')
     parser.add_argument(
@@ -163,7 +181,6 @@ def main(argv: Optional[List[str]] = None) -> None:
     args = parser.parse_args(argv)
     if args.epochs < 3:
         parser.error(f'--epochs must be at least 3 (batch shaping, then L0), got {args.epochs}.')
-    matplotlib.use('Agg')
 
     loaders = digits(args.batch_size, args.seed)
     third = args.epochs / 3

@@ -1,10 +1,12 @@
 """Evaluate gated and dense models: accuracy, MACs, parameters used and gates, as a table and as JSON
 
+    python tools/evaluate.py --model gated_resnet20.bas_c10 --data-dir data/cifar10
     python tools/evaluate.py --model gated_resnet20 --checkpoint runs/*/model_best.pth.tar --data-dir data/cifar10
     python tools/evaluate.py --model gated_resnet20 --checkpoint gated.pth cifar_resnet20=dense.pth \\
         --data-dir data/cifar10 --output runs/evaluation.json
 
-A checkpoint is of --model, or says its own as MODEL=FILE. The JSON file is what tools/tradeoff.py draws.
+A checkpoint is of --model, or says its own as MODEL=FILE. Without one, the pretrained weights of --model are evaluated.
+The JSON file is what tools/tradeoff.py draws.
 """
 import argparse
 import json
@@ -13,19 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from tqdm import tqdm
-
-import timm_gated  # noqa: F401  (registers the gated models)
-from timm_gated.analysis import record_gates, summary
-from timm_gated.analysis.sources import (
-    add_data_options,
-    add_model_options,
-    create_data,
-    create_network,
-    parse_checkpoint,
-)
-from timm_gated.files import new_file
-from timm_gated.statistics import GateCounts, check_threshold
+from _options import add_data_options, add_model_options, make_parser
 
 Result = Dict[str, Any]
 
@@ -34,25 +24,31 @@ def evaluate(text: str, args: argparse.Namespace) -> Result:
     """Evaluate one checkpoint.
 
     Args:
-        text: FILE or MODEL=FILE; empty for the model as it is made.
+        text: FILE or MODEL=FILE; empty for the pretrained weights.
         args: Of the command line.
     """
+    from tqdm import tqdm
+
+    from timm_gated.analysis import record_gates, summary
+    from timm_gated.analysis.sources import create_data, create_network, parse_checkpoint, title
     model, checkpoint = parse_checkpoint(text, args.model)
     path = Path(checkpoint)
     name = re.sub(r'(\.(pth|pt|th|tar|safetensors))+$', '', path.name)
     if name in ('model_best', 'last'):  # every run of timm has one, in a folder with the run's name
         name = path.resolve().parent.name
     network = create_network(model, checkpoint, args)
+    name = title(network, model, name)
     data = create_data(network, args)
-    batches = tqdm(data.loader, desc=name or model, unit='batch')
+    batches = tqdm(data.loader, desc=name, unit='batch')
     record = record_gates(network, batches, data.class_names, data.step)
     return {
-        'name': name or model, 'model': model, 'checkpoint': checkpoint, 'data': f'{args.data_dir}, {args.split}',
-        **summary(record, args.threshold)}
+        'name': name, 'model': model, 'checkpoint': checkpoint, 'untrained': network.untrained,
+        'data': f'{args.data_dir}, {args.split}', **summary(record, args.threshold)}
 
 
 def table(results: Sequence[Result]) -> str:
     """The results, one a line."""
+    from timm_gated.statistics import GateCounts
     rows = [(
         '', 'top-1', 'top-5', 'MACs a sample', 'share', 'parameters used', 'open',
         'always on / conditional / always off')]
@@ -73,7 +69,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument(
         '--checkpoint', nargs='+', default=[''], metavar='[MODEL=]FILE', help='weights, any number of them')
     parser.add_argument('--output', type=Path, metavar='FILE', help='JSON file for the results')
@@ -83,6 +79,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     add_model_options(parser)
     add_data_options(parser)
     args = parser.parse_args(argv)
+
+    from timm_gated.files import new_file
+    from timm_gated.statistics import check_threshold
     try:
         check_threshold(args.threshold)
         results = [evaluate(text, args) for text in args.checkpoint]

@@ -1,12 +1,12 @@
 """Export a network to ONNX, or to a torch.export program, and check the file
 
     python tools/export_onnx.py --model gated_resnet20 --checkpoint gated.pth --output gated.onnx
-    python tools/export_onnx.py --model local-dir:pruned --pretrained --output pruned.onnx --compare gated.onnx
+    python tools/export_onnx.py --model local-dir:pruned --output pruned.onnx --compare gated.onnx
     python tools/export_onnx.py --model gated_resnet20 --checkpoint gated.pth --output gated.pt2
 
-The batch size stays open. ONNX Runtime must give torch's outputs to 1e-4, otherwise the file is not kept. --compare
-times other ONNX files against this one. A gated network runs all of its filters, masked: prune or specialise it
-(tools/prune.py) to make the file faster.
+Without a checkpoint, the pretrained weights are exported. The batch size stays open. ONNX Runtime must give torch's
+outputs to 1e-4, otherwise the file is not kept. --compare times other ONNX files against this one. A gated network runs
+all of its filters, masked: prune or specialise it (tools/prune.py) to make the file faster.
 """
 import argparse
 import statistics
@@ -15,18 +15,17 @@ import time
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence
 
-import numpy as np
-import torch
-
-import timm_gated  # noqa: F401  (registers the gated models)
-from timm_gated.analysis.sources import add_model_options, create_network, parse_checkpoint
-from timm_gated.export import export_onnx, export_program, onnx_difference
+from _options import add_model_options, make_parser
 
 TOLERANCE = 1e-4
 
 
 def export(args: argparse.Namespace) -> str:
     """Export and check; returns what to tell the user."""
+    import torch
+
+    from timm_gated.analysis.sources import create_network, parse_checkpoint, title
+    from timm_gated.export import export_onnx, export_program, onnx_difference
     if args.output.suffix not in ('.onnx', '.pt2'):
         raise ValueError(f'--output must end in .onnx, or in .pt2 for a torch.export program; got {args.output}.')
     if args.output.exists() and not args.overwrite:
@@ -36,7 +35,7 @@ def export(args: argparse.Namespace) -> str:
         raise ValueError('which model? Give --model.')
     network = create_network(model, checkpoint, args)
     size = tuple(args.input_size or network.pretrained_cfg['input_size'])  # type: ignore[arg-type]
-    images = torch.randn(3, *size, generator=torch.Generator().manual_seed(0)).to(args.device)
+    images = torch.randn(3, *size, generator=torch.Generator().manual_seed(0)).to(next(network.parameters()).device)
     unchecked = args.output.with_name(f'.{args.output.stem}.unchecked{args.output.suffix}')
     try:
         if args.output.suffix == '.pt2':
@@ -54,8 +53,9 @@ def export(args: argparse.Namespace) -> str:
         unchecked.replace(args.output)
     finally:
         unchecked.unlink(missing_ok=True)
+    name = title(network, model, Path(checkpoint).name)
     return (
-        f'{args.output}: {args.output.stat().st_size / 1e6:.2f} MB, batches of any size, '
+        f'{args.output}: {name}, {args.output.stat().st_size / 1e6:.2f} MB, batches of any size, '
         f'outputs differ by {difference:.1e} ({runtime})')
 
 
@@ -68,6 +68,7 @@ def time_files(files: Sequence[Path], batch_size: int, threads: int, rounds: int
         threads: Of ONNX Runtime.
         rounds: Turns of each file.
     """
+    import numpy as np
     import onnxruntime
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -88,7 +89,7 @@ def time_files(files: Sequence[Path], batch_size: int, threads: int, rounds: int
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument('--checkpoint', default='', metavar='[MODEL=]FILE', help='weights of the model')
     parser.add_argument('--output', type=Path, required=True, metavar='FILE', help='what to write: .onnx or .pt2')
     parser.add_argument('--overwrite', action='store_true', help='replace an existing file')

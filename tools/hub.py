@@ -6,27 +6,27 @@
     python tools/hub.py push bas me/gated_resnet20-cifar10
     python tools/hub.py pull me/gated_resnet20-cifar10 again
 
-`save` makes a folder of a checkpoint: config.json, model.safetensors, and README.md, the model's card. Its figures are
-those of an --evaluation, a file of tools/evaluate.py; without one there are none. `card` writes the card of a folder
-anew. A pulled folder has been checked against the hub's checksums, and loaded once. `push` needs `hf auth login`.
-Models load by timm.create_model('local-dir:DIR', pretrained=True) and timm.create_model('hf-hub:OWNER/NAME',
-pretrained=True), once timm_gated is imported. `python tools/hub.py save --help` has the options of `save`, and so on.
+`save` makes a folder of a checkpoint or, without one, of the pretrained weights: config.json, model.safetensors, and
+README.md, the model's card. Its figures are those of an --evaluation, a file of tools/evaluate.py; without it there are
+none. `card` writes the card of a folder anew. A pulled folder has been checked against the hub's checksums, and loaded
+once. `push` needs `hf auth login`. Models load by timm.create_model('local-dir:DIR', pretrained=True) and
+timm.create_model('hf-hub:OWNER/NAME', pretrained=True), once timm_gated is imported. `python tools/hub.py save --help`
+has the options of `save`, and so on.
 """
+from __future__ import annotations
+
 import argparse
 import json
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Union
 
-import torch.nn as nn
-import yaml
-from huggingface_hub import ModelCard
+from _options import add_model_options, make_parser
 
-from timm_gated.analysis.sources import add_model_options, create_network
-from timm_gated.card import model_card, training_settings
-from timm_gated.files import check_new, new_file
-from timm_gated.hub import CARD, check_pretrained, pull_from_hub, push_to_hub, save_pretrained
+if TYPE_CHECKING:
+    import torch.nn as nn
+    from huggingface_hub import ModelCard
 
 
 def read_figures(path: Optional[Path], result: str) -> Optional[Dict[str, Any]]:
@@ -43,9 +43,11 @@ def read_figures(path: Optional[Path], result: str) -> Optional[Dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f'{path} is not a file that tools/evaluate.py wrote: {error!r}.') from error
     if not result and len(results) == 1:
-        return next(iter(results.values()))
+        result = next(iter(results))
     if result not in results:
         raise ValueError(f"--result must be one of {', '.join(results)}, of {path}, got '{result}'.")
+    if results[result].get('untrained'):
+        raise ValueError(f"the figures of '{result}', of {path}, are those of an untrained network.")
     return results[result]
 
 
@@ -58,6 +60,9 @@ def read_training(args: Namespace) -> Union[str, Dict[str, Any]]:
         path = Path(getattr(args, 'checkpoint', '')).with_name('args.yaml') if getattr(args, 'checkpoint', '') else None
         if path is None or not path.is_file():
             return ''
+    import yaml
+
+    from timm_gated.card import training_settings
     try:
         settings = yaml.safe_load(path.read_text(encoding='utf-8'))
     except (OSError, yaml.YAMLError) as error:
@@ -68,12 +73,16 @@ def read_training(args: Namespace) -> Union[str, Dict[str, Any]]:
 
 
 def make_card(model: nn.Module, args: Namespace) -> ModelCard:
+    from timm_gated.card import model_card
     figures = read_figures(args.evaluation, args.result)
     return model_card(
         model, figures, args.dataset_id, args.dataset_split, read_training(args), args.license, args.tag)
 
 
 def save(args: Namespace) -> str:
+    from timm_gated.analysis.sources import create_network
+    from timm_gated.files import check_new
+    from timm_gated.hub import save_pretrained
     check_new(args.output)
     if not args.model:
         raise ValueError('give --model, of which the checkpoint is.')
@@ -84,6 +93,10 @@ def save(args: Namespace) -> str:
 
 
 def card(args: Namespace) -> str:
+    from timm_gated.files import new_file
+    from timm_gated.hub import CARD, check_pretrained
+    from timm_gated.zoo import check_model_name
+    check_model_name(f'local-dir:{args.folder}')
     text = str(make_card(check_pretrained(args.folder), args))
     with new_file(args.folder / CARD) as partial:
         partial.write_text(text, encoding='utf-8')
@@ -91,6 +104,9 @@ def card(args: Namespace) -> str:
 
 
 def push(args: Namespace) -> str:
+    from timm_gated.hub import push_to_hub
+    from timm_gated.zoo import check_model_name
+    check_model_name(f'local-dir:{args.folder}')
     commit = push_to_hub(
         args.folder, args.repository, private=args.private, revision=args.revision, create_pr=args.create_pr,
         commit_message=args.message)
@@ -98,6 +114,7 @@ def push(args: Namespace) -> str:
 
 
 def pull(args: Namespace) -> str:
+    from timm_gated.hub import pull_from_hub
     return f'Pulled: {pull_from_hub(args.repository, args.folder, args.revision)}'
 
 
@@ -115,16 +132,16 @@ def add_card_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument('--license', default='', help="of the weights (default: that of the model's config)")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_args(argv: Optional[List[str]]) -> Namespace:
+    parser = make_parser(__doc__)
     commands = parser.add_subparsers(required=True, metavar='{save,card,push,pull}')
 
-    command = commands.add_parser('save', help='make a folder of a checkpoint')
+    command = commands.add_parser('save', help='make a folder of a checkpoint, or of pretrained weights')
     command.add_argument('--checkpoint', default='', metavar='FILE', help='weights of the model')
     command.add_argument('--output', type=Path, required=True, metavar='DIR', help='the folder, a new one')
     command.add_argument('--class-map', type=Path, metavar='FILE', help='names of the outputs, one a line')
     add_card_options(command)
-    add_model_options(command)
+    add_model_options(command, untrained=False)
     command.set_defaults(run=save)
 
     command = commands.add_parser('card', help='write the card of a folder anew')
@@ -146,11 +163,11 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument('folder', type=Path, help='for the model, a new one')
     command.add_argument('--revision', metavar='REV', help='branch, tag or commit (default: the main branch)')
     command.set_defaults(run=pull)
-    return parser
+    return parser.parse_args(argv)
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    args = make_parser().parse_args(argv)
+    args = parse_args(argv)
     try:
         print(args.run(args))
     except (ValueError, OSError) as error:

@@ -4,19 +4,19 @@
 
 Counted by the rules of `count_macs`, on models without data. The tests hold the tables to what this prints.
 """
-import argparse
 import sys
 from typing import List, Optional
 
-import timm
-
-from timm_gated import Gating, gates, list_gated_models, mac_formula
+from _options import make_parser
 
 HEADER = '| model | input | parameters | dense parameters | dense MACs | gate overhead | gates |'
 
 
 def row(name: str) -> str:
     """A model's row of the table."""
+    import timm
+
+    from timm_gated import Gating, gates, mac_formula
     model = timm.create_model(name, device='meta')
     input_size = model.pretrained_cfg['input_size']
     formula = mac_formula(model, input_size)
@@ -37,12 +37,17 @@ def row(name: str) -> str:
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument('pattern', nargs='?', default='', help='models, with wildcards (default: all gated models)')
     args = parser.parse_args(argv)
+
+    from timm_gated import list_gated_models
+    from timm_gated.zoo import near_models
     names = list_gated_models(args.pattern)
     if not names:
-        print(f"error: no gated model is called '{args.pattern}'", file=sys.stderr)
+        near = [name for name in near_models(args.pattern) if name in list_gated_models()]
+        print(f"error: no gated model is called '{args.pattern}'" + (f'; near: {", ".join(near)}' if near else ''),
+              file=sys.stderr)
         return 1
     print(HEADER)
     print('| --- ' * HEADER.count(' | ') + '| --- |')

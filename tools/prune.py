@@ -6,28 +6,27 @@
         --classes cat dog --split train --crop-pct 0.8 --eval-split validation --epochs 3
     python tools/prune.py --mmseg-config gated-pspnet.py --checkpoint iter_600.pth --output pruned
 
+Without a checkpoint, the pretrained weights are pruned, or those that an mmseg config loads.
+
 Without --classes, filters go that hardly any image uses, and gates that hardly ever close. With --classes, the network
 is specialised to these: a plain ResNet, fine-tuned for --epochs. The folder of --output is a timm model,
 timm.create_model('local-dir:DIR', pretrained=True); of an mmseg config, a config and weights for mmseg's scripts.
 """
-import argparse
+from __future__ import annotations
+
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any, Iterable, Iterator, List, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Iterable, Iterator, List, Optional, Sequence
 
-import torch
-import torch.nn as nn
-from timm.data import create_dataset, create_loader, resolve_data_config
+from _options import add_data_options, add_model_options, add_segmentation_options, make_parser
 from tqdm import tqdm
 
-import timm_gated  # noqa: F401  (registers the gated models)
-from timm_gated.analysis.sources import add_data_options, add_model_options, create_data, create_network
-from timm_gated.files import check_new
-from timm_gated.hub import save_pretrained
-from timm_gated.pruning import Pruned, prune_static, specialize
-from timm_gated.record import check_gated
-from timm_gated.statistics import GateCounts, check_threshold, gate_kinds
+if TYPE_CHECKING:
+    import torch
+    import torch.nn as nn
+
+    from timm_gated.pruning import Pruned
 
 
 class Progress:
@@ -43,6 +42,9 @@ class Progress:
 
 def filters(pruned: Pruned, threshold: float) -> str:
     """What the filters of each gate module do, a line each."""
+    import torch
+
+    from timm_gated.statistics import GateCounts, gate_kinds
     lines = []
     for name, share in pruned.open_share.items():
         kinds = gate_kinds(share, threshold)
@@ -78,6 +80,8 @@ def labels_of(names: Sequence[str], class_names: Sequence[str]) -> List[int]:
 
 def training_loader(network: nn.Module, args: Namespace) -> Any:
     """The data of --split with timm's augmentation, for fine-tuning."""
+    import torch
+    from timm.data import create_dataset, create_loader, resolve_data_config
     config = resolve_data_config(vars(args), model=network)
     dataset = create_dataset(
         args.dataset, root=args.data_dir, split=args.split, class_map=args.class_map,
@@ -91,12 +95,18 @@ def training_loader(network: nn.Module, args: Namespace) -> Any:
 
 def prune_classifier(args: Namespace) -> Pruned:
     """Prune a timm model, and save it."""
+    from timm_gated.analysis.sources import create_data, create_network, title
+    from timm_gated.hub import save_pretrained
+    from timm_gated.pruning import prune_static, specialize
+    from timm_gated.record import check_gated
     if not args.model:
         raise ValueError('give --model (a gated timm model) or --mmseg-config.')
     if args.epochs and not args.classes:
         raise ValueError('--epochs is of the fine-tuning to --classes; a network without them is only pruned.')
     network = create_network(args.model, args.checkpoint, args)
     data = create_data(check_gated(network), args)
+    if network.untrained:
+        print(title(network, args.model))
     judged = Progress(data.loader, 'gates')
     evaluated = None
     if args.eval_split:
@@ -118,11 +128,15 @@ def prune_segmentor(args: Namespace) -> Pruned:
     from mmseg_plugin import pruning  # these need the extra `mmseg`
     from mmseg_plugin.analysis import create_segmentation, load_config
     from mmseg_plugin.backbones import backbone_cfg
+    from timm_gated.analysis.sources import find_device, title
     if args.eval_split:
         raise ValueError('--eval-split is for timm models; the figures of a segmentor are of its test_dataloader.')
     if args.epochs:
         raise ValueError("--epochs is for timm models; train the config of --output by mmseg's tools/train.py instead.")
-    model, data = create_segmentation(args.mmseg_config, args.checkpoint, args.cfg_options, args.device)
+    model, data = create_segmentation(
+        args.mmseg_config, args.checkpoint, args.cfg_options, find_device(args.device), args.untrained)
+    if model.untrained:
+        print(title(model, args.mmseg_config))
     if args.output:
         backbone_cfg(model.backbone)  # refuses, before the work, what cannot be saved
     judged, labels = Progress(data.loader, 'images'), None
@@ -136,8 +150,8 @@ def prune_segmentor(args: Namespace) -> Pruned:
     return pruned
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_args(argv: Optional[List[str]]) -> Namespace:
+    parser = make_parser(__doc__)
     parser.add_argument('--checkpoint', default='', metavar='FILE', help='weights of the model')
     parser.add_argument('--output', type=Path, metavar='DIR', help='folder for the pruned network, a new one')
     group = parser.add_argument_group('pruning')
@@ -155,15 +169,18 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument('--scale', nargs=2, type=float, default=(0.64, 1.), metavar='X', help='area of training crops')
     group.add_argument('--ratio', nargs=2, type=float, default=(0.75, 4 / 3), metavar='X', help='their aspect ratio')
     group.add_argument('--hflip', type=float, default=0.5, metavar='X', help='probability of mirroring')
-    group = parser.add_argument_group('segmentation (in place of model and data)')
-    group.add_argument('--mmseg-config', metavar='FILE', help='an mmseg config: its model and its test_dataloader')
-    group.add_argument(
-        '--cfg-options', nargs='+', default=[], metavar='KEY=VALUE', help='settings of the config to override')
-    return parser
+    add_segmentation_options(parser)
+    args = parser.parse_args(argv)
+    if args.untrained and args.output:
+        parser.error('--output is for trained networks: --untrained only shows what would be pruned.')
+    return args
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    args = make_parser().parse_args(argv)
+    args = parse_args(argv)
+
+    from timm_gated.files import check_new
+    from timm_gated.statistics import check_threshold
     try:
         check_threshold(args.threshold)
         if args.output:

@@ -4,8 +4,9 @@ Builds the kernels with both into a copy of the package in a temporary folder, a
 networks and of their inputs on it, with small blocks so that most maps take several. Any report of a sanitizer ends the
 process that runs the tests. Other arguments are passed on to pytest; EXAMPLES_TIMES=10 in the environment draws ten
 times as many programs and networks.
+
+    python tools/sanitize_kernels.py --tests test_kernels.py -x
 """
-import argparse
 import os
 import shutil
 import subprocess
@@ -14,12 +15,14 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+from _options import make_parser
+
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ('test_kernels.py', 'test_accelerate.py', 'test_accelerate_inputs.py', 'test_accelerate_random.py')
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument('--tests', nargs='+', default=TESTS, choices=TESTS, metavar='FILE', help=', '.join(TESTS))
     args, of_pytest = parser.parse_known_args()
     compiler = os.environ.get('CC', 'gcc')

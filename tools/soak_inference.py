@@ -7,17 +7,19 @@ Most images are of one size. Every tenth inference is a batch of another size, o
 and every hundredth begins with a network made anew. Each output is compared, bit for bit, with the first one for its
 images. Resident memory, read ten times on the way, must not grow after the first tenth. Reads Linux's /proc.
 """
+from __future__ import annotations
+
 import argparse
 import gc
 import os
 import sys
 from pathlib import Path
-from typing import Dict, List, Optional
+from typing import TYPE_CHECKING, Dict, List, Optional
 
-import timm
-import torch
+from _options import make_parser
 
-import timm_gated
+if TYPE_CHECKING:
+    import torch
 
 MEGABYTE = 2 ** 20
 
@@ -30,6 +32,7 @@ def resident_bytes() -> int:
 
 def make_batches(channels: int, size: int) -> List[torch.Tensor]:
     """One image of the size, then batches of others."""
+    import torch
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, size, size)] + [(1 + i % 3, size + i, size - i // 2) for i in range(1, 8)]
     return [torch.randn(count, channels, *shape, generator=generator) for count, *shape in shapes]
@@ -37,6 +40,9 @@ def make_batches(channels: int, size: int) -> List[torch.Tensor]:
 
 def soak(model: torch.nn.Module, batches: List[torch.Tensor], count: int, backend: str) -> Dict[str, List[int]]:
     """Run it; returns which inferences gave another output, and the memory after each tenth."""
+    import torch
+
+    import timm_gated
     expected: Dict[int, torch.Tensor] = {}
     changed, memory = [], []
     fast = timm_gated.accelerate(model, backend)
@@ -53,7 +59,7 @@ def soak(model: torch.nn.Module, batches: List[torch.Tensor], count: int, backen
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument('--model', default='gated_resnet20', help='a classifier (default: %(default)s)')
     parser.add_argument('--pretrained', action=argparse.BooleanOptionalAction, default=True, help='its trained weights')
     parser.add_argument('--img-size', type=int, default=32, help='of most images (default: %(default)s)')
@@ -63,13 +69,26 @@ def main(argv: Optional[List[str]] = None) -> int:
     args = parser.parse_args(argv)
     if args.count < 10 or args.img_size < 8:
         parser.error('--count must be at least 10 and --img-size at least 8.')
+
+    import timm
+    import torch
+
+    from timm_gated.zoo import check_model_name, check_weights
     torch.manual_seed(0)
+    try:
+        check_model_name(args.model)
+        if args.pretrained:
+            check_weights(args.model, 'Give --no-pretrained for random weights.')
+    except ValueError as error:
+        print(f'error: {error}', file=sys.stderr)
+        return 1
     model = timm.create_model(args.model, pretrained=args.pretrained).eval()
     batches = make_batches(model.pretrained_cfg['input_size'][0], args.img_size)
     result = soak(model, batches, args.count, args.backend)
     megabytes = [memory / MEGABYTE for memory in result['memory']]
     growth = max(megabytes[1:]) - megabytes[0]
-    print(f'{args.model}, {args.count} inferences: {len(result["changed"])} outputs changed; resident memory '
+    name = args.model if args.pretrained else f'{args.model} (untrained)'
+    print(f'{name}, {args.count} inferences: {len(result["changed"])} outputs changed; resident memory '
           f'{megabytes[0]:.1f} MB after a tenth, at most {growth:+.1f} MB later, {megabytes[-1]:.1f} MB at the end')
     return 1 if result['changed'] or growth > args.growth else 0
 

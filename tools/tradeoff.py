@@ -14,10 +14,9 @@ import sys
 from pathlib import Path
 from typing import List, Optional, Tuple
 
-from timm_gated.analysis import PUBLISHED, group_points, load_points, trade_off_figure
-from timm_gated.files import new_file
+from _options import make_parser
 
-ACCURACY = {'imagenet': 'top-1', 'cityscapes': 'IoU'}
+ACCURACY = {'imagenet': 'top-1', 'cityscapes': 'IoU'}  # by data set of timm_gated.analysis.PUBLISHED
 
 
 def split_series(text: str) -> Tuple[str, str]:
@@ -28,17 +27,20 @@ def split_series(text: str) -> Tuple[str, str]:
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument('results', nargs='*', type=Path, help='result files, or folders with one')
     parser.add_argument(
         '--output', type=Path, default=Path('tradeoff'), metavar='STEM', help='the figure, without its suffix')
-    parser.add_argument('--published', choices=sorted(PUBLISHED), help="add the paper's points on this data set")
+    parser.add_argument('--published', choices=sorted(ACCURACY), help="add the paper's points on this data set")
     parser.add_argument(
         '--x', choices=('macs', 'share'), default='macs', help='MACs, or their share of the dense MACs (default: macs)')
     parser.add_argument(
         '--series', nargs='+', default=[], type=split_series, metavar='NAME=PATTERN', help='runs to join, by name')
     parser.add_argument('--only', nargs='+', default=[], metavar='PATTERN', help='runs to draw (default: all)')
     args = parser.parse_args(argv)
+
+    from timm_gated.analysis import PUBLISHED, group_points, load_points, trade_off_figure
+    from timm_gated.files import new_file
     try:
         points = load_points(args.results) if args.results or not args.published else []
         points = group_points(points, dict(args.series), args.only)

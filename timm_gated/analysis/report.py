@@ -99,7 +99,9 @@ def load_distribution(path: Union[str, Path]) -> Dict[str, Distribution]:
             for layer in content['layers']}
         return {content['results'][0]['name']: counts}
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, LookupError, TypeError) as error:
-        raise ValueError(f'{path} is no gates.json of a report: {type(error).__name__} {error}.') from error
+        raise ValueError(
+            f'{path} is no gates.json of a report: {type(error).__name__} {error}. `python tools/analyze_gates.py '
+            f'--output DIR` makes a report.') from error
 
 
 def write_report(

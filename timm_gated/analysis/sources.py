@@ -1,59 +1,34 @@
-"""Where the tools get models and data from: timm's factories, by the option names of timm's scripts"""
+"""Where the tools get models and data from: timm's factories, by the option names of timm's scripts
+
+Weights come from the checkpoint or, without one, are the pretrained ones of the model's tag, as with timm's
+`validate.py`. A network with random weights is refused unless the user asks for it (`--untrained`); what is shown of it
+then says so, see `title`.
+"""
 import argparse
+import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import numpy as np
 import timm
 import torch
 import torch.nn as nn
 from timm.data import create_dataset, create_loader, resolve_data_config
-from timm.models import load_checkpoint
-from timm.utils import ParseKwargs
+from timm.models import get_pretrained_cfg, is_model_pretrained, load_checkpoint
 
 from ..files import explained
 from ..record import Outcome, classification_step
+from ..zoo import check_model_name, check_weights, near_models
 from .sample_figures import FetchImage
 
-__all__ = ['Data', 'add_data_options', 'add_model_options', 'create_data', 'create_network', 'parse_checkpoint']
+__all__ = [
+    'Data', 'create_data', 'create_network', 'find_device', 'note_untrained', 'parse_checkpoint', 'title',
+]
 
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Options of timm's scripts that make a model; `--checkpoint` is each tool's own."""
-    group = parser.add_argument_group('model (as in timm)')
-    group.add_argument(
-        '--model', metavar='NAME', help='a timm model; timm_gated.list_gated_models() lists the gated ones')
-    group.add_argument('--pretrained', action='store_true', help="start from the model's pretrained weights")
-    group.add_argument('--num-classes', type=int, metavar='N', help='outputs of the model (default: its own)')
-    group.add_argument('--in-chans', type=int, metavar='N', help='input channels (default: 3)')
-    group.add_argument(
-        '--model-kwargs', nargs='*', default={}, action=ParseKwargs, metavar='KEY=VALUE',
-        help='more options of the model')
-    group.add_argument('--use-ema', action='store_true', help="take the checkpoint's EMA weights, if it has them")
-    group.add_argument(
-        '--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='where to run (default: %(default)s)')
-
-
-def add_data_options(parser: argparse.ArgumentParser) -> None:
-    """Options of timm's scripts that make a data set and its loader."""
-    group = parser.add_argument_group('data (as in timm)')
-    group.add_argument('--data-dir', metavar='DIR', help='folder of the data; SPLIT in it has a folder for each class')
-    group.add_argument('--dataset', default='', metavar='NAME', help='kind of data set (default: image folder)')
-    group.add_argument('--split', default='validation', help='split of the data (default: %(default)s)')
-    group.add_argument(
-        '--class-map', default='', metavar='FILE',
-        help='text file of class names, one a line, in the order of the outputs; needed if a class has no folder')
-    group.add_argument('--batch-size', '-b', type=int, default=256, metavar='N', help='default: %(default)s')
-    group.add_argument('--workers', '-j', type=int, default=2, metavar='N', help='loaders (default: %(default)s)')
-    group.add_argument('--img-size', type=int, metavar='N', help="size of the images (default: the model's)")
-    group.add_argument(
-        '--input-size', nargs=3, type=int, metavar='N', help='the same as channels, height and width')
-    group.add_argument('--crop-pct', type=float, metavar='X', help="share of the image to keep (default: the model's)")
-    group.add_argument('--mean', nargs='+', type=float, metavar='X', help="mean of the pixels (default: the model's)")
-    group.add_argument('--std', nargs='+', type=float, metavar='X', help="their deviation (default: the model's)")
-    group.add_argument('--interpolation', default='', help="of resizing (default: the model's)")
+# Folders of splits, as timm knows them; any of a line stands for the others
+_SPLITS = (('train', 'training'), ('val', 'valid', 'validation', 'eval', 'evaluation'), ('test',))
 
 
 def parse_checkpoint(text: str, model: str) -> Tuple[str, str]:
@@ -66,9 +41,16 @@ def parse_checkpoint(text: str, model: str) -> Tuple[str, str]:
     name, separator, path = text.partition('=')
     if separator and timm.is_model(name):
         return name, path
+    if separator and os.path.isfile(path) and not os.path.isfile(text):
+        raise ValueError(f"timm has no model '{name}', of '{text}'; near: {', '.join(near_models(name)) or 'none'}.")
     if not model:
         raise ValueError(f"of which model is '{text}'? Give --model, or write the checkpoint as MODEL=FILE.")
     return model, text
+
+
+def find_device(name: str = '') -> str:
+    """The device of that name; by default the GPU, where there is one."""
+    return name or ('cuda' if torch.cuda.is_available() else 'cpu')
 
 
 def create_network(model: str, checkpoint: str, args: argparse.Namespace) -> nn.Module:
@@ -76,21 +58,70 @@ def create_network(model: str, checkpoint: str, args: argparse.Namespace) -> nn.
 
     Args:
         model: Name of the model.
-        checkpoint: Its weights; empty for none.
-        args: Options of `add_model_options`.
+        checkpoint: Its weights; empty for the pretrained ones.
+        args: Options of the tools that make a model. A tool without `--untrained` has no use for an untrained one.
     """
+    allowed = getattr(args, 'untrained', False)
+    remedy = 'Give --checkpoint FILE' + (', or --untrained.' if hasattr(args, 'untrained') else '.')
+    pretrained = args.pretrained or not (checkpoint or allowed)
     options = {'num_classes': args.num_classes, 'in_chans': args.in_chans}
+    hint = ''
     try:
+        check_model_name(model)
+        if pretrained:
+            check_weights(model, remedy)
+            hint = f' Without a checkpoint, pretrained weights are loaded. {remedy}'
         given = {name: value for name, value in options.items() if value is not None}
-        network = timm.create_model(model, pretrained=args.pretrained, **given, **args.model_kwargs)
-    except (RuntimeError, TypeError, OSError) as error:
-        raise ValueError(f"the model '{model}' cannot be made: {error}. timm.list_models() lists all.") from error
+        network: Any = timm.create_model(model, pretrained=pretrained, **given, **args.model_kwargs)
+    except (RuntimeError, TypeError, ValueError, OSError) as error:
+        raise ValueError(f"the model '{model}' cannot be made: {error}{hint}") from error
     if checkpoint:
         if not os.path.isfile(checkpoint):
             raise ValueError(f'no checkpoint at {checkpoint}.')
         with explained(f"the checkpoint {checkpoint} does not load into '{model}'"):
             load_checkpoint(network, checkpoint, use_ema=args.use_ema, weights_only=True)
-    return network.to(args.device).eval()
+    loaded = bool(checkpoint or pretrained)
+    other_head = not checkpoint and network.num_classes not in (0, network.pretrained_cfg['num_classes'])
+    note_untrained(network, loaded, ('head',) if other_head else (), allowed, remedy)
+    return network.to(find_device(args.device)).eval()
+
+
+def note_untrained(
+        network: nn.Module,
+        loaded: bool,
+        parts: Sequence[str] = (),
+        allowed: bool = False,
+        remedy: str = '',
+) -> None:
+    """Note what of a network has random weights, for `title`; refuse it, unless that is allowed.
+
+    Args:
+        network: The network.
+        loaded: Whether weights were loaded into it.
+        parts: What these had no weights for. Gates are looked up.
+        allowed: Whether the user asked for an untrained network.
+        remedy: What to do about it, for the error.
+    """
+    if any(getattr(module, 'fresh_gates', ()) for module in network.modules()):
+        parts = ('gates', *parts)
+    random = ' and '.join(parts) if loaded else 'network'
+    if random and not allowed:
+        raise ValueError(f'there are no weights for the {random}, which would be untrained. {remedy}')
+    network.untrained = f'untrained {random}' if random else ''  # type: ignore[assignment]
+
+
+def title(network: nn.Module, model: str, name: str = '') -> str:
+    """What tables and pages call a network: it says whose weights these are, and what of it is untrained.
+
+    Args:
+        network: A network of `create_network`.
+        model: Its model, as the user gave it.
+        name: What to call it, if not by its model and the tag of its pretrained weights.
+    """
+    if not name:
+        cfg = get_pretrained_cfg(model) if is_model_pretrained(model) and not network.untrained else None
+        name = f'{cfg.architecture}.{cfg.tag}' if cfg and cfg.tag else model
+    return f'{name} ({network.untrained})' if network.untrained else name
 
 
 @dataclass
@@ -114,12 +145,12 @@ def create_data(network: nn.Module, args: argparse.Namespace) -> Data:
 
     Args:
         network: The model.
-        args: Options of `add_data_options`.
+        args: Options of the tools that make a data set.
     """
     if args.class_map and not args.class_map.endswith('.txt'):
         raise ValueError(f'--class-map must be a text file (.txt) with one class a line, got {args.class_map}.')
-    if not args.dataset and not (args.data_dir and Path(args.data_dir).is_dir()):
-        raise ValueError(f'--data-dir must be a folder of images, got {args.data_dir}.')
+    if not args.dataset:
+        _check_folder(args.data_dir, args.split)
     config = resolve_data_config(vars(args), model=network)
     channels = config['input_size'][0]
     try:
@@ -142,6 +173,21 @@ def create_data(network: nn.Module, args: argparse.Namespace) -> Data:
 
     class_names = _class_names(dataset, network.num_classes)  # type: ignore[arg-type]
     return Data(loader, class_names, fetch_image, classification_step(network, len(class_names)))
+
+
+def _check_folder(folder: Optional[str], split: str) -> None:
+    """Refuse a folder of images that is not there, or that has other splits."""
+    if not folder or not Path(folder).is_dir():
+        exists = folder and Path(folder).exists()
+        made = '' if not folder or exists else (
+            f'; it does not exist. `python tools/prepare_cifar10.py --source cifar-10-python.tar.gz --output {folder}` '
+            f'makes the folder of CIFAR-10')
+        raise ValueError(f'--data-dir must be a folder of images, got {folder}{made}.')
+    folders = {path.name for path in Path(folder).iterdir() if path.is_dir()}
+    same = next((names for names in _SPLITS if split in names), (split,))
+    others = sorted(folders.intersection(itertools.chain(*_SPLITS)))
+    if others and not folders.intersection(same):  # timm would take them for classes
+        raise ValueError(f"{folder} has no split '{split}'; it has {', '.join(others)}.")
 
 
 def _class_names(dataset: Any, num_outputs: int) -> List[str]:

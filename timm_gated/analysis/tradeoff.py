@@ -31,6 +31,9 @@ def load_points(paths: Sequence[Union[str, Path]]) -> List[Point]:
     """
     points = []
     for path in map(Path, paths):
+        if not path.exists():
+            raise ValueError(f'{path} does not exist: make it with tools/evaluate.py --output or '
+                             f'tools/analyze_gates.py --output.')
         if path.is_dir():
             found = [path / name for name in RESULT_FILES if (path / name).is_file()]
             if not found:
