@@ -164,6 +164,10 @@ class Gate(Gating):
         """Decide; returns what the block multiplies by, [N, num_gates + num_ungated] unless `weigh` says more."""
         with full_precision(x):
             logits = self.score(x.to(next(self.parameters(), x).dtype))
+        return self.switch(logits)
+
+    def switch(self, logits: torch.Tensor) -> torch.Tensor:
+        """Decide by the scores, and keep both; returns what `forward` does."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.forced is not None:
             mask = self._forced_mask(logits)
