@@ -4,13 +4,13 @@ mmseg's ResNet, ResNetV1c and ResNetV1d with the channel gates of `timm_gated` i
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
-The blocks are mmseg's own: a gate's mask is applied where the next convolution reads the map, which is after the ReLU,
-by a hook before that convolution. Names of weights are mmseg's plus those of the gates, so dense checkpoints load.
+A gate's mask is applied where the next convolution reads the map: after the ReLU, and after plugins, if there are any.
+Names of weights are mmseg's plus those of the gates, so dense checkpoints load.
 
 `SlimResNet` is mmseg's ResNet with inner maps of any width: what is left of a gated one after `specialize`.
 """
-from functools import partial
-from typing import Any, Dict, Optional, Sequence, Tuple, Union
+import inspect
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -18,8 +18,8 @@ from mmseg.models.backbones.resnet import BasicBlock, Bottleneck, ResNet
 from mmseg.registry import MODELS
 from torch.utils.checkpoint import checkpoint
 
-from timm_gated.blocks import GatedConvs, check_maps
-from timm_gated.gate import ChannelGate, GatePool, apply_gate, gates
+from timm_gated.blocks import GatedConvs, check_maps, decide, switch
+from timm_gated.gate import ChannelGate, GatePool, gates
 from timm_gated.gated_net import check_incoming
 from timm_gated.inference.program import Trunk, register_forward, trunk
 from timm_gated.installation import install
@@ -35,33 +35,29 @@ class _GatedBlock(nn.Module):
     """Mixin over mmseg's blocks.
 
     Args:
-        inplanes: Channels of the block's input.
+        *args: As for mmseg's block.
         gated_maps: Inner maps to gate, counted from 1; all of them by default.
         gate_cfg: Options of the gates.
-        with_cp: Recompute the block in backward.
         **kwargs: As for mmseg's block.
     """
 
     inner_maps: Tuple[int, ...]
+    with_cp: bool
 
     def __init__(
             self,
-            inplanes: int,
+            *args,
             gated_maps: Optional[Sequence[int]] = None,
             gate_cfg: Optional[Dict[str, Any]] = None,
-            with_cp: bool = False,
             **kwargs,
     ) -> None:
-        # mmseg checkpoints re-entrantly, which would cut the gates' logits off from their gradient: done here instead.
-        super().__init__(inplanes=inplanes, with_cp=False, **kwargs)
-        self.recompute = with_cp
+        super().__init__(*args, **kwargs)
         self.gated_maps = check_maps(self.inner_maps if gated_maps is None else gated_maps, self.inner_maps)
         self.gate_pool = GatePool()
-        self._masks: Dict[int, torch.Tensor] = {}
+        in_channels: Any = self.conv1.in_channels  # type: ignore[union-attr]
         for index in self.gated_maps:
-            gate = ChannelGate(inplanes, getattr(self, f'conv{index}').out_channels, **(gate_cfg or {}))
+            gate = ChannelGate(in_channels, getattr(self, f'conv{index}').out_channels, **(gate_cfg or {}))
             self.add_module(f'gate{index}', gate)
-            getattr(self, f'conv{index + 1}').register_forward_pre_hook(partial(self._apply_mask, index))
 
     @property
     def gated_convs(self) -> GatedConvs:
@@ -69,34 +65,66 @@ class _GatedBlock(nn.Module):
         num_convs = len(self.inner_maps) + 1
         return {f'conv{index}': (gate.get(index - 1), gate.get(index)) for index in range(1, num_convs + 1)}
 
-    def _apply_mask(self, index: int, conv: nn.Module, args: Tuple[torch.Tensor, ...]) -> Tuple[torch.Tensor, ...]:
-        mask = self._masks.get(index)
-        return args if mask is None else (apply_gate(args[0], mask), *args[1:])
-
-    def _gated_forward(self, x: torch.Tensor) -> torch.Tensor:
-        present = [index for index in self.gated_maps if getattr(self, f'gate{index}') is not None]
-        if present:  # pruning may have taken all gates away
-            pooled = self.gate_pool(x)
-            self._masks = {index: getattr(self, f'gate{index}')(pooled) for index in present}
-        try:
-            return super().forward(x)
-        finally:
-            self._masks = {}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.recompute and x.requires_grad:
-            return checkpoint(self._gated_forward, x, use_reentrant=False)
-        return self._gated_forward(x)
+    def _recomputed(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """Apply a function, which is run again in backward if `with_cp` says so."""
+        if self.with_cp and x.requires_grad:
+            # mmseg checkpoints re-entrantly, which would cut the gates' logits off from their gradient.
+            return checkpoint(function, x, use_reentrant=False)
+        return function(x)
 
 
 class GatedBasicBlock(_GatedBlock, BasicBlock):
     """mmseg's BasicBlock with a gate over its inner map."""
+
     inner_maps = (1,)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+
+        def inner_forward(x: torch.Tensor) -> torch.Tensor:
+            masks = decide(self, self.gated_maps, x)
+
+            out = self.relu(self.norm1(self.conv1(x)))
+            out = switch(out, masks, 1)
+
+            out = self.norm2(self.conv2(out))
+            out += x if self.downsample is None else self.downsample(x)
+            return out
+
+        return self.relu(self._recomputed(inner_forward, x))
 
 
 class GatedBottleneck(_GatedBlock, Bottleneck):
     """mmseg's Bottleneck with gates over its two inner maps, or one of them."""
+
     inner_maps = (1, 2)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+
+        def inner_forward(x: torch.Tensor) -> torch.Tensor:
+            masks = decide(self, self.gated_maps, x)
+
+            out = self.relu(self.norm1(self.conv1(x)))
+            if self.with_plugins:
+                out = self.forward_plugin(out, self.after_conv1_plugin_names)
+            out = switch(out, masks, 1)
+
+            out = self.relu(self.norm2(self.conv2(out)))
+            if self.with_plugins:
+                out = self.forward_plugin(out, self.after_conv2_plugin_names)
+            out = switch(out, masks, 2)
+
+            out = self.norm3(self.conv3(out))
+            if self.with_plugins:
+                out = self.forward_plugin(out, self.after_conv3_plugin_names)
+            out += x if self.downsample is None else self.downsample(x)
+            return out
+
+        return self.relu(self._recomputed(inner_forward, x))
+
+
+def _resnet_args(*args, **kwargs) -> Dict[str, Any]:
+    """Arguments of mmseg's ResNet by name."""
+    return dict(inspect.signature(ResNet).bind(*args, **kwargs).arguments)
 
 
 @MODELS.register_module()
@@ -104,6 +132,7 @@ class GatedResNet(ResNet):
     """mmseg's ResNet of gated blocks.
 
     Args:
+        *args: As for mmseg's ResNet.
         gated_maps: Inner maps of the blocks that are gated, counted from 1; all of them by default.
         gate_cfg: Options of the gates: `hidden_channels`, `temperature`, `bias`.
         inner_channels: Widths of the blocks' inner maps (see `timm_gated.narrow`), after pruning.
@@ -118,6 +147,7 @@ class GatedResNet(ResNet):
 
     def __init__(
             self,
+            *args,
             gated_maps: Optional[Sequence[int]] = None,
             gate_cfg: Optional[Dict[str, Any]] = None,
             inner_channels: Optional[Channels] = None,
@@ -128,11 +158,11 @@ class GatedResNet(ResNet):
         if unknown:
             raise ValueError(f'gates have the options {", ".join(_GATE_OPTIONS)}, got {", ".join(unknown)}.')
         self._gate_args = dict(gated_maps=gated_maps, gate_cfg=gate_cfg)
+        self.resnet_args = _resnet_args(*args, **kwargs)
         # mmseg zero-initialises the last norm of its own two block classes only.
-        fresh = kwargs.get('pretrained') is None and kwargs.get('init_cfg') is None
-        self._zero_init = fresh and kwargs.get('zero_init_residual', True)
-        self.resnet_args = kwargs
-        super().__init__(**kwargs)
+        fresh = self.resnet_args.get('pretrained') is None and self.resnet_args.get('init_cfg') is None
+        self._zero_init = fresh and self.resnet_args.get('zero_init_residual', True)
+        super().__init__(*args, **kwargs)
         narrow_maps(self, inner_channels, gated_channels)
 
     def make_res_layer(self, **kwargs) -> nn.Module:
@@ -152,16 +182,16 @@ class GatedResNet(ResNet):
 class GatedResNetV1c(GatedResNet):
     """mmseg's ResNetV1c of gated blocks: a deep stem. Arguments as for `GatedResNet`."""
 
-    def __init__(self, **kwargs) -> None:
-        super().__init__(deep_stem=True, avg_down=False, **kwargs)
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, deep_stem=True, avg_down=False, **kwargs)
 
 
 @MODELS.register_module()
 class GatedResNetV1d(GatedResNet):
     """mmseg's ResNetV1d of gated blocks: a deep stem, and pooled shortcuts. Arguments as for `GatedResNet`."""
 
-    def __init__(self, **kwargs) -> None:
-        super().__init__(deep_stem=True, avg_down=True, **kwargs)
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, deep_stem=True, avg_down=True, **kwargs)
 
 
 @MODELS.register_module()
@@ -169,14 +199,15 @@ class SlimResNet(ResNet):
     """mmseg's ResNet with inner maps of any width. (ResNetV1c has `deep_stem`, ResNetV1d `avg_down` as well.)
 
     Args:
+        *args: As for mmseg's ResNet.
         inner_channels: Widths of the blocks' inner maps.
         **kwargs: As for mmseg's ResNet.
     """
 
-    def __init__(self, inner_channels: Optional[Channels] = None, **kwargs) -> None:
+    def __init__(self, *args, inner_channels: Optional[Channels] = None, **kwargs) -> None:
         install()
-        self.resnet_args = kwargs
-        super().__init__(**kwargs)
+        self.resnet_args = _resnet_args(*args, **kwargs)
+        super().__init__(*args, **kwargs)
         narrow_maps(self, inner_channels)
 
 
@@ -208,7 +239,7 @@ def _(network: GatedResNet) -> nn.Module:
     return slim
 
 
-for _cls in (ResNet, BasicBlock, Bottleneck, _GatedBlock):
+for _cls in (ResNet, BasicBlock, Bottleneck, GatedBasicBlock, GatedBottleneck):
     register_forward(_cls)
 
 

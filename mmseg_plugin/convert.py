@@ -34,7 +34,7 @@ def mmseg_to_timm(state_dict: Mapping[str, Any]) -> StateDict:
     Args:
         state_dict: Of a backbone, or of a whole segmentor.
     """
-    for prefix in ('backbone.', 'timm_model.'):
+    for prefix in ('backbone.', 'timm_model.', 'model.'):  # (the last of timm's getter of features)
         if any(key.startswith(prefix) for key in state_dict):
             state_dict = {key[len(prefix):]: v for key, v in state_dict.items() if key.startswith(prefix)}
     return {re.sub(r'^stem\.', 'conv1.', re.sub(r'^stem\.7\.', 'bn1.', key)): v for key, v in state_dict.items()}

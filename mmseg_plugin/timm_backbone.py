@@ -12,6 +12,7 @@ from typing import Any, Dict, Optional, Sequence
 from mmseg.models.backbones import TIMMBackbone
 from mmseg.registry import MODELS
 from timm.models import parse_model_name, split_model_name_tag
+from timm.models._features import FeatureGetterNet
 
 from timm_gated.gated_net import check_incoming, checkpoint_filter_fn
 from timm_gated.installation import install
@@ -65,15 +66,17 @@ class TimmGatedBackbone(TIMMBackbone):
         )
 
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args) -> None:
-        inner = f'{prefix}timm_model.'
+        network, inner = self.timm_model, f'{prefix}timm_model.'
+        if isinstance(network, FeatureGetterNet):
+            network, inner = network.model, f'{inner}model.'
         incoming = [key for key in state_dict if key.startswith(prefix)]
         if incoming and not any(key.startswith(inner) for key in incoming):
             # Of a timm model, or of a backbone of mmseg: with what only a classifier has, and stages beyond the last.
             weights = mmseg_to_timm({key[len(prefix):]: state_dict.pop(key) for key in incoming})
-            parts = tuple(f'{name}.' for name, _ in self.timm_model.named_children())
-            weights = checkpoint_filter_fn({k: v for k, v in weights.items() if k.startswith(parts)}, self.timm_model)
+            parts = tuple(f'{name}.' for name, child in network.named_children() if child.state_dict())
+            weights = checkpoint_filter_fn({k: v for k, v in weights.items() if k.startswith(parts)}, network)
             state_dict.update({inner + key: value for key, value in weights.items()})
-        check_incoming(self.timm_model, state_dict, inner, ValueError)
+        check_incoming(network, state_dict, inner, ValueError)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

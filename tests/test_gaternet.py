@@ -6,12 +6,14 @@ import timm
 import torch
 import torch.nn as nn
 from nets import SMALL, TINY, dense_twin, family, images, shuffle
+from timm.models._features import FeatureGetterNet
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
 from torch.nn.functional import cross_entropy
 
 from timm_gated import GateSparsity, accelerate, count_macs, force_gates, gates
 from timm_gated.gaternet import HashingGate, semantic_hashing
+from timm_gated.objective import objectives
 
 GATER = [name for name in SMALL if family(name) == 'gaternet']
 THIN = dict(layers=(1, 1, 1), channels=(8, 8, 8))
@@ -45,8 +47,7 @@ def test_semantic_hashing_by_hand():
 
 def test_evaluation_has_no_noise():
     gate = HashingGate(4, 3).eval()
-    gate.received = torch.tensor([[-0.1, 0., 0.1], [2., -2., 1.]])
-    assert gate(images(2, 4, 5, 5)).tolist() == [[0, 0, 1], [1, 0, 1]]
+    assert gate(torch.tensor([[-0.1, 0., 0.1], [2., -2., 1.]])).tolist() == [[0, 0, 1], [1, 0, 1]]
 
 
 def test_a_gate_that_was_told_nothing():
@@ -88,7 +89,7 @@ def test_a_copy_has_its_own_gates():
         twin.gater.fc2.bias.fill_(-100.)
         twin(x)
     assert all(gate.decision.max() == 0 for _, gate in gates(twin))
-    torch.testing.assert_close(gates(model)[0][1].received, gates(model)[0][1].logits)  # untouched by the copy
+    assert any(gate.decision.max() == 1 for _, gate in gates(model))  # untouched by the copy
     assert {n for n, _ in gates(twin)} == {'layer1.0.gate1', 'layer2.0.gate1', 'layer3.0.gate1'}
 
 
@@ -102,8 +103,8 @@ def test_autocast_leaves_the_last_layers_in_full_precision():
     model = create().eval()
     with torch.autocast('cpu', dtype=torch.bfloat16), torch.no_grad():
         model(images(2, 3, 16, 16))
-    received = gates(model)[0][1].received
-    assert received.dtype == torch.float32 and not torch.equal(received, received.bfloat16().float())
+    logits = gates(model)[0][1].logits
+    assert logits.dtype == torch.float32 and not torch.equal(logits, logits.bfloat16().float())
 
 
 @pytest.mark.parametrize('training', [False, True])
@@ -123,6 +124,28 @@ def test_features_are_of_gated_filters(feature_cls):
     with force_gates(extractor, 'open'):
         opened = extractor(x)
     assert not any(torch.allclose(a, b) for a, b in zip(extractor(x), opened, strict=True))
+
+
+def test_features_only_uses_the_getter():
+    for kwargs in ({}, dict(feature_cls='list')):
+        extractor = create(features_only=True, **kwargs)
+        assert isinstance(extractor, FeatureGetterNet) and not objectives(extractor)
+    with pytest.raises(ValueError, match="feature_cls='dict' .* without its gater; use 'getter'"):
+        create(features_only=True, feature_cls='dict')
+
+
+def test_two_forward_passes_before_their_backward_passes():
+    """Under gradient checkpointing too: what the gater says of one batch is not said of the other."""
+    grads = []
+    for checkpointing in (False, True):
+        model = create().train()
+        model.set_grad_checkpointing(checkpointing)
+        torch.manual_seed(1)
+        outputs = [model(images(4, 3, 16, 16) * scale) for scale in (1, 3)]
+        sum(output.pow(2).sum() for output in outputs).backward()
+        grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_options_of_the_gater():

@@ -175,6 +175,18 @@ def test_weights_of_fewer_stages(trained):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(built(images()), expected, strict=True))
 
 
+@pytest.mark.parametrize('prefix, out_indices', [
+    ('', (0, 1, 2, 3)), ('', (1, 2)), ('timm_model.', (0, 1, 2, 3)), ('timm_model.model.', (0, 1, 2, 3))])
+def test_weights_of_a_network_that_runs_as_a_whole(prefix, out_indices, tmp_path):
+    """Of the timm model, or of a backbone, whether timm's list or its getter gives the features."""
+    model = shuffle(timm.create_model('gaternet_resnet20')).eval()
+    torch.save({prefix + key: value for key, value in model.state_dict().items()}, tmp_path / 'model.pth')
+    built = backbone('gaternet_resnet20', str(tmp_path / 'model.pth'), out_indices=out_indices)
+    with torch.no_grad():
+        expected = model.forward_intermediates(images(), indices=list(out_indices), intermediates_only=True)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(built(images()), expected, strict=True))
+
+
 def test_weights_of_a_deep_stem(tmp_path):
     options = dict(stem_type='deep', stem_width=32, avg_down=True, layers=(1, 1, 1, 1))
     model = shuffle(timm.create_model('gated_resnet18', **options)).eval()

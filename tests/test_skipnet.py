@@ -63,18 +63,37 @@ def test_the_memory_is_that_of_one_forward_pass():
     assert torch.equal(model(x), expected)
 
 
-def test_copies_have_a_memory_and_an_lstm_of_their_own():
+def test_copies_have_an_lstm_of_their_own():
     model = create(**THIN)
     model.train()(images(4, 3, 16, 16)).sum().backward()
     twin = copy.deepcopy(model)
-    for (_, gate), (_, other) in zip(gates(model), gates(twin), strict=True):
-        assert gate._after is not other._after and other._after.state is None
-        assert all(theirs is not ours for theirs, ours in zip(other._shared, gate._shared, strict=True))
-        assert other._shared == (gates(twin)[0][1].lstm, gates(twin)[0][1].fc)
     with torch.no_grad():
         gates(twin)[0][1].fc.bias.fill_(-100.)
     twin.eval()(images(4, 3, 16, 16))
     assert all((gate.logits < -50).all() for _, gate in gates(twin))
+    model.eval()(images(4, 3, 16, 16))
+    assert all((gate.logits > -50).all() for _, gate in gates(model))
+
+
+def test_a_later_block_by_itself():
+    """Its gate needs the LSTM of the first one."""
+    model = create(**THIN).eval()
+    for part, channels in ((model.layer2, 8), (model.layer3[1], 8)):
+        with pytest.raises(RuntimeError, match='told nothing of the gates before it'):
+            part(images(2, channels, 8, 8))
+
+
+def test_two_forward_passes_before_their_backward_passes():
+    """Under gradient checkpointing too: what one pass remembers is not the other's."""
+    grads = []
+    for checkpointing in (False, True):
+        model = create(**THIN).train()
+        model.set_grad_checkpointing(checkpointing)
+        outputs = [model(images(4, 3, 16, 16) * scale) for scale in (1, 3)]
+        sum(output.pow(2).sum() for output in outputs).backward()
+        grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize('gate', GATES)

@@ -9,7 +9,7 @@ closed filter then gets no gradient, which the paper found to be what makes trai
 tried and found worse, are options. It does not say which maps of a bottleneck are gated; here both inner ones are, each
 by a gate of its own.
 """
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
@@ -17,13 +17,16 @@ from timm.models.resnet import BasicBlock, Bottleneck
 
 from .gate import ChannelGate, Gate, GatePool, apply_gate
 
-__all__ = ['GatedBasicBlock', 'GatedBottleneck', 'GatedConvs', 'add_shortcut', 'check_maps']
+__all__ = [
+    'GatedBasicBlock', 'GatedBlock', 'GatedBottleneck', 'GatedConvs', 'Masks', 'add_shortcut', 'basic_branch',
+    'bottleneck_branch', 'check_maps', 'decide', 'shortcut_of', 'switch',
+]
 
 # What gates switch in a block, by the convolution's name: the gate over its inputs and the gate over its outputs. One
 # decision of a gate stands for an equal share of them: a filter, or, if it is the only one, the whole convolution.
 GatedConvs = Dict[str, Tuple[Optional[Gate], Optional[Gate]]]
 
-Masks = Dict[int, torch.Tensor]
+Masks = Dict[int, torch.Tensor]  # by the number of the map
 
 
 def check_maps(gated_maps: Any, maps: Sequence[int]) -> Tuple[int, ...]:
@@ -34,7 +37,7 @@ def check_maps(gated_maps: Any, maps: Sequence[int]) -> Tuple[int, ...]:
     return given
 
 
-class _GatedBlock(nn.Module):
+class GatedBlock(nn.Module):
     """Mixin over timm's blocks: the gates, and where they go.
 
     Maps are counted by the convolutions before them: 0 is the block's input, as its first convolution reads it, and the
@@ -86,24 +89,67 @@ class _GatedBlock(nn.Module):
         gates: List[Any] = [getattr(self, f'gate{index}') for index in range(self.num_convs + 1)]
         return {f'conv{index}': (gates[index - 1], gates[index]) for index in range(1, self.num_convs + 1)}
 
-    def _decide(self, x: torch.Tensor) -> Masks:
-        """Masks of the gated maps; the input is pooled once for all gates."""
-        masks: Masks = {}
-        pooled = None
-        for index in range(self.num_convs + 1):
-            gate = getattr(self, f'gate{index}')
-            if gate is not None:
-                pooled = self.gate_pool(x) if pooled is None else pooled
-                masks[index] = gate(pooled)
-        return masks
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward_masked(x, decide(self, range(self.num_convs + 1), x))
+
+    def forward_masked(self, x: torch.Tensor, masks: Masks) -> torch.Tensor:
+        """Run the block with some of its maps switched."""
+        raise NotImplementedError
 
     def _activate(self, x: torch.Tensor, act: nn.Module, masks: Masks, index: int) -> torch.Tensor:
         """An inner map, activated and switched."""
-        return act(_switch(x, masks, index)) if self.gate_before_act else _switch(act(x), masks, index)
+        return act(switch(x, masks, index)) if self.gate_before_act else switch(act(x), masks, index)
 
 
-def _switch(x: torch.Tensor, masks: Masks, index: int) -> torch.Tensor:
+def decide(block: Any, maps: Iterable[int], x: torch.Tensor) -> Masks:
+    """Masks of the maps that have a gate; the input is pooled once for all gates.
+
+    Args:
+        block: A block with gates `gate0`, `gate1`, …, or None instead, and a `gate_pool`.
+        maps: Numbers of the maps.
+        x: Input of the block.
+    """
+    masks: Masks = {}
+    pooled = None
+    for index in maps:
+        gate = getattr(block, f'gate{index}')
+        if gate is not None:
+            pooled = block.gate_pool(x) if pooled is None else pooled
+            masks[index] = gate(pooled)
+    return masks
+
+
+def switch(x: torch.Tensor, masks: Masks, index: int) -> torch.Tensor:
+    """Switch the channels of a map, if it is gated."""
     return apply_gate(x, masks[index]) if index in masks else x
+
+
+def basic_branch(block: Any, x: torch.Tensor) -> torch.Tensor:
+    """Residual branch of timm's BasicBlock."""
+    x = block.bn1(block.conv1(x))
+    x = block.aa(block.act1(block.drop_block(x)))
+    x = block.bn2(block.conv2(x))
+    return _end_branch(block, x)
+
+
+def bottleneck_branch(block: Any, x: torch.Tensor) -> torch.Tensor:
+    """Residual branch of timm's Bottleneck."""
+    x = block.act1(block.bn1(block.conv1(x)))
+    x = block.bn2(block.conv2(x))
+    x = block.aa(block.act2(block.drop_block(x)))
+    x = block.bn3(block.conv3(x))
+    return _end_branch(block, x)
+
+
+def _end_branch(block: Any, x: torch.Tensor) -> torch.Tensor:
+    if block.se is not None:
+        x = block.se(x)
+    return x if block.drop_path is None else block.drop_path(x)
+
+
+def shortcut_of(block: Any, x: torch.Tensor) -> torch.Tensor:
+    """What timm's blocks add to their residual branch, from their input."""
+    return x if block.downsample is None else block.downsample(x)
 
 
 def add_shortcut(block: Any, x: torch.Tensor, shortcut: torch.Tensor, act: nn.Module) -> torch.Tensor:
@@ -115,26 +161,20 @@ def add_shortcut(block: Any, x: torch.Tensor, shortcut: torch.Tensor, act: nn.Mo
         shortcut: The input of the block.
         act: Its last activation.
     """
-    if block.se is not None:
-        x = block.se(x)
-    if block.drop_path is not None:
-        x = block.drop_path(x)
-    if block.downsample is not None:
-        shortcut = block.downsample(shortcut)
-    x += shortcut
+    x = _end_branch(block, x)
+    x += shortcut_of(block, shortcut)
     return act(x)
 
 
-class GatedBasicBlock(_GatedBlock, BasicBlock):
-    """timm's BasicBlock with gated maps: by default the inner one, 1. Arguments as for `_GatedBlock`."""
+class GatedBasicBlock(GatedBlock, BasicBlock):
+    """timm's BasicBlock with gated maps: by default the inner one, 1. Arguments as for `GatedBlock`."""
 
     num_convs = 2
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward_masked(self, x: torch.Tensor, masks: Masks) -> torch.Tensor:
         shortcut = x
-        masks = self._decide(x)
 
-        x = self.conv1(_switch(x, masks, 0))
+        x = self.conv1(switch(x, masks, 0))
         x = self.bn1(x)
         x = self.drop_block(x)
         x = self._activate(x, self.act1, masks, 1)
@@ -142,21 +182,20 @@ class GatedBasicBlock(_GatedBlock, BasicBlock):
 
         x = self.conv2(x)
         x = self.bn2(x)
-        x = _switch(x, masks, 2)
+        x = switch(x, masks, 2)
 
         return add_shortcut(self, x, shortcut, self.act2)
 
 
-class GatedBottleneck(_GatedBlock, Bottleneck):
-    """timm's Bottleneck with gated maps: by default the two inner ones, 1 and 2. Arguments as for `_GatedBlock`."""
+class GatedBottleneck(GatedBlock, Bottleneck):
+    """timm's Bottleneck with gated maps: by default the two inner ones, 1 and 2. Arguments as for `GatedBlock`."""
 
     num_convs = 3
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward_masked(self, x: torch.Tensor, masks: Masks) -> torch.Tensor:
         shortcut = x
-        masks = self._decide(x)
 
-        x = self.conv1(_switch(x, masks, 0))
+        x = self.conv1(switch(x, masks, 0))
         x = self.bn1(x)
         x = self._activate(x, self.act1, masks, 1)
 
@@ -168,6 +207,6 @@ class GatedBottleneck(_GatedBlock, Bottleneck):
 
         x = self.conv3(x)
         x = self.bn3(x)
-        x = _switch(x, masks, 3)
+        x = switch(x, masks, 3)
 
         return add_shortcut(self, x, shortcut, self.act3)

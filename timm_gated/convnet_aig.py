@@ -16,11 +16,10 @@ from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
-from timm.layers import DropPath
 from timm.models import generate_default_cfgs, register_model
 from timm.models.resnet import BasicBlock, Bottleneck
 
-from .blocks import GatedConvs
+from .blocks import GatedConvs, basic_branch, bottleneck_branch, shortcut_of
 from .checks import check_number
 from .cifar_resnet import cifar_cfg
 from .gate import ChannelGate, Gate, GatePool, apply_gate, gates
@@ -75,16 +74,6 @@ class AigGate(ChannelGate):
         return outcomes[..., 1] - outcomes[..., 0]
 
 
-class SwitchedPath(DropPath):
-    """A block's drop path, to which timm's blocks give their residual branch; it switches the branch as well."""
-
-    mask: Optional[torch.Tensor] = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.mask is not None
-        return apply_gate(super().forward(x), self.mask)
-
-
 class _AigBlock(nn.Module):
     """Mixin over timm's blocks: the residual branch times a gate.
 
@@ -92,7 +81,6 @@ class _AigBlock(nn.Module):
         inplanes: Input channel dimensionality.
         *args: As for timm's block.
         gate_layer: Makes a gate from (in_channels, num_gates).
-        drop_path: Optional DropPath layer instance.
         **kwargs: As for timm's block.
     """
 
@@ -103,14 +91,12 @@ class _AigBlock(nn.Module):
             inplanes: int,
             *args,
             gate_layer: Callable[..., Gate] = AigGate,
-            drop_path: Optional[DropPath] = None,
             device=None,
             dtype=None,
             **kwargs,
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
-        drop_prob = 0. if drop_path is None else drop_path.drop_prob
-        super().__init__(inplanes, *args, drop_path=SwitchedPath(drop_prob), **kwargs, **dd)
+        super().__init__(inplanes, *args, **kwargs, **dd)
         self.gate_pool = GatePool()
         self.gate = gate_layer(inplanes, 1, **dd)
 
@@ -118,23 +104,29 @@ class _AigBlock(nn.Module):
     def gated_convs(self) -> GatedConvs:
         return {name: (None, self.gate) for name in self.convs}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        switched_path: Any = self.drop_path
-        switched_path.mask = self.gate(self.gate_pool(x))
-        try:
-            return super().forward(x)
-        finally:
-            switched_path.mask = None
-
 
 class AigBasicBlock(_AigBlock, BasicBlock):
     """timm's BasicBlock, run or skipped."""
+
     convs = ('conv1', 'conv2')
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = self.gate(self.gate_pool(x))
+        out = apply_gate(basic_branch(self, x), mask)
+        out += shortcut_of(self, x)
+        return self.act2(out)
 
 
 class AigBottleneck(_AigBlock, Bottleneck):
     """timm's Bottleneck, run or skipped."""
+
     convs = ('conv1', 'conv2', 'conv3')
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = self.gate(self.gate_pool(x))
+        out = apply_gate(bottleneck_branch(self, x), mask)
+        out += shortcut_of(self, x)
+        return self.act3(out)
 
 
 def target_rate_loss(rates: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ block, so that a bottleneck with two gates pools its input once. Where the paper
 mean of the paper's prior, and a training batch of one image is normalised by the running statistics.
 """
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -74,8 +74,14 @@ def is_exporting() -> bool:
 class Gating(nn.Module):
     """Base of what a gated network has and its plain network has not: gates, and what computes something for them.
 
-    All MACs inside count as overhead, and a dense checkpoint, which has none of its keys, leaves it as it is.
+    All MACs inside count as overhead, and a dense checkpoint, which has none of its keys, leaves it as it is. So does
+    mmengine's `init_cfg`: gating initialises itself, by its own options.
     """
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> 'Gating':
+        # Every module has this attribute while `init_weights` of an mmengine model applies the initialisers of its
+        # `init_cfg`, which choose layers by their class, however deep inside a gate.
+        return self if hasattr(self, '_params_init_info') else super().apply(fn)
 
     def _load_from_state_dict(
             self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
@@ -166,6 +172,10 @@ class Gate(Gating):
         """Decide; returns what the block multiplies by, [N, num_gates + num_ungated] unless `weigh` says more."""
         with full_precision(x):
             logits = self.score(x.to(next(self.parameters(), x).dtype))
+        return self.switch(logits)
+
+    def switch(self, logits: torch.Tensor) -> torch.Tensor:
+        """Decide by the scores, and keep both; returns what `forward` does."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.forced is not None:
             mask = self._forced_mask(logits)

@@ -12,19 +12,19 @@ hashing makes gates. Gated are the inner maps of all blocks, after the ReLU, as 
 stage and half the width, as a whole one would cost as much as the network in which it is to save; the widths of the
 bottleneck; the weight of the loss; and a bias by which most gates start open. All of the gater counts as overhead.
 """
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import timm
 import torch
 import torch.nn as nn
 from timm.models import generate_default_cfgs, register_model, register_notrace_module
 
-from .blocks import GatedBasicBlock, GatedBottleneck
+from .blocks import GatedBasicBlock, GatedBlock, GatedBottleneck, Masks
+from .carry import CarryNet
 from .checks import check_number
 from .cifar_resnet import cifar_cfg
-from .gate import Gate, Gating, gates, is_exporting, two_layers
+from .gate import Gate, Gating, gates, two_layers
 from .gated_cifar_resnet import GatedCifarResNet, create_gated_cifar_resnet
-from .gated_net import GatedNet
 from .gated_resnet import GatedResNet, create_gated_resnet, imagenet_cfg
 from .objective import Objective, Step, Term, gate_masks
 from .precision import full_precision
@@ -49,15 +49,11 @@ def semantic_hashing(logits: torch.Tensor) -> torch.Tensor:
 
 
 class HashingGate(Gate):
-    """A gate that is told its logits, by the gater, before its block runs. What the block hands to it is not looked at.
+    """A gate that reads its logits, [N, num_gates], which are the gater's.
 
     Args:
         in_channels: Channels of the block's input.
         num_gates: Filters to switch.
-
-    Attributes:
-        received: The logits, [N, num_gates]. They stay until the next ones come, as a checkpointed block runs twice:
-            with gradient checkpointing, each forward pass needs its backward pass before the next one.
     """
 
     log_odds = False
@@ -65,7 +61,6 @@ class HashingGate(Gate):
     def __init__(self, in_channels: int, num_gates: int, device=None, dtype=None) -> None:
         super().__init__()
         self._num_gates = num_gates
-        self.received: Optional[torch.Tensor] = None
 
     @property
     def num_gates(self) -> int:
@@ -75,26 +70,18 @@ class HashingGate(Gate):
         return f'num_gates={self.num_gates}'
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self.received
-        if logits is None or logits.shape[0] != x.shape[0]:
-            raise RuntimeError('this gate was told nothing about its input: the gater has to read the images first.')
-        if is_exporting():  # which leaves a module as it was
-            self.received = None
-        return logits
+        return x
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         return semantic_hashing(logits)
 
-    def __getstate__(self) -> Dict[str, Any]:
-        return {**super().__getstate__(), 'received': None}
-
 
 @register_notrace_module
 class Gater(Gating):
-    """Reads the images, tells every gate its logits, and hands the images on.
+    """Reads the images, and gives the logits of all gates, [N, num_gates].
 
     Args:
-        hashing_gates: The gates. They belong to their blocks, and are not children of this module.
+        num_gates: Number of gates of all blocks.
         network: Name of the timm model that makes features of an image.
         network_args: Its options.
         hidden_channels: Width of the bottleneck.
@@ -104,7 +91,7 @@ class Gater(Gating):
 
     def __init__(
             self,
-            hashing_gates: List[HashingGate],
+            num_gates: int,
             network: str,
             network_args: Optional[Mapping[str, Any]] = None,
             hidden_channels: int = 16,
@@ -116,27 +103,21 @@ class Gater(Gating):
         dd = {'device': device, 'dtype': dtype}
         super().__init__()
         check_number(hidden_channels, 'gater_hidden', minimum=1, integer=True)
-        self._gates = hashing_gates
         reader: Any = timm.create_model(network, num_classes=0, in_chans=in_chans, **dd, **(network_args or {}))
         self.network = reader
         self.fc1 = nn.Linear(reader.head_hidden_size, hidden_channels, **dd)
         self.bn = nn.BatchNorm1d(hidden_channels, **dd)
-        self.fc2 = nn.Linear(hidden_channels, sum(gate.num_gates for gate in hashing_gates), **dd)
+        self.fc2 = nn.Linear(hidden_channels, num_gates, **dd)
         nn.init.constant_(self.fc2.bias, check_number(bias, 'gater_bias'))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         features = self.network(x)
         with full_precision(x):
-            logits = two_layers(features.to(self.fc1.weight.dtype), self.fc1, self.bn, self.fc2)
-        start = 0
-        for gate in self._gates:
-            gate.received = logits[:, start:start + gate.num_gates]
-            start += gate.num_gates
-        return x
+            return two_layers(features.to(self.fc1.weight.dtype), self.fc1, self.bn, self.fc2)
 
 
-class _GaterNet(GatedNet):
-    """Mixin over a gated network of hashing gates: the gater runs first.
+class _GaterNet(CarryNet):
+    """Mixin over a gated network of hashing gates: the gater runs first, and its logits go from block to block.
 
     Args:
         *args: Of the network.
@@ -148,7 +129,7 @@ class _GaterNet(GatedNet):
         **kwargs: Of the network.
     """
 
-    gating_options = (*GatedNet.gating_options, 'gater', 'gater_args', 'gater_hidden', 'gater_bias')
+    gating_options = (*CarryNet.gating_options, 'gater', 'gater_args', 'gater_hidden', 'gater_bias')
 
     def __init__(
             self,
@@ -164,16 +145,20 @@ class _GaterNet(GatedNet):
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__(*args, in_chans=in_chans, **kwargs, **dd)
-        hashing_gates: Any = [gate for _, gate in gates(self)]
-        self.gater = Gater(hashing_gates, gater, gater_args, gater_hidden, gater_bias, in_chans, **dd)
-        # First of the children: timm's feature extraction runs them in order.
-        self._modules = {'gater': self._modules.pop('gater'), **self._modules}
+        num_gates = sum(gate.num_gates for _, gate in gates(self))
+        self.gater = Gater(num_gates, gater, gater_args, gater_hidden, gater_bias, in_chans, **dd)
+        self._modules = {'gater': self._modules.pop('gater'), **self._modules}  # in the order in which they run
 
-    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward_features(self.gater(x))  # type: ignore[misc]
+    def begin(self, images: torch.Tensor) -> torch.Tensor:
+        return self.gater(images)
 
-    def forward_intermediates(self, x: torch.Tensor, *args, **kwargs) -> Any:
-        return super().forward_intermediates(self.gater(x), *args, **kwargs)  # type: ignore[misc]
+    def prune_intermediate_layers(self, *args, **kwargs) -> List[int]:
+        """As timm's, which makes a backbone of the network; what the classifier was trained with goes with the head."""
+        indices = super().prune_intermediate_layers(*args, **kwargs)  # type: ignore[misc]
+        if not self.num_classes:
+            for name in [name for name, child in self.named_children() if isinstance(child, Objective)]:
+                delattr(self, name)
+        return indices
 
 
 class GaterResNet(_GaterNet, GatedResNet):
@@ -184,21 +169,45 @@ class GaterCifarResNet(_GaterNet, GatedCifarResNet):
     """GatedCifarResNet whose gates are decided by a gater."""
 
 
-class _Unpooled(nn.Module):
-    """Mixin over gated blocks: there is nothing to pool, as the gates do not read the block's input."""
+class _GaterBlock(GatedBlock):
+    """Mixin over gated blocks: their gates do not read the block's input, but what the gater says."""
 
     gate_pool: Any
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.gate_pool = nn.Identity()
+        self.gate_pool = nn.Identity()  # there is nothing to pool
+
+    def step(self, x: torch.Tensor, logits: Optional[torch.Tensor]) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Run the block; the logits are those of this and of later blocks, and for the next one of later blocks."""
+        if logits is None:
+            raise RuntimeError('the gates were told nothing about this input: the gater has to read the images first.')
+        count = sum(gate.num_gates for gate in self._gates().values())
+        own, later = logits[:, :count], logits[:, count:]  # (first: to a tracer, what a stage does last is its output)
+        return self(x, own), later
+
+    def forward(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Run the block.
+
+        Args:
+            x: Its input.
+            logits: Those of its gates, in the order of the maps, [N, num_gates].
+        """
+        masks: Masks = {}
+        for index, gate in self._gates().items():
+            masks[index], logits = gate(logits[:, :gate.num_gates]), logits[:, gate.num_gates:]
+        return self.forward_masked(x, masks)
+
+    def _gates(self) -> Dict[int, Any]:
+        found = {index: getattr(self, f'gate{index}') for index in range(self.num_convs + 1)}
+        return {index: gate for index, gate in found.items() if gate is not None}
 
 
-class GaterBasicBlock(_Unpooled, GatedBasicBlock):
+class GaterBasicBlock(_GaterBlock, GatedBasicBlock):  # type: ignore[misc]
     """GatedBasicBlock whose gate is decided beforehand."""
 
 
-class GaterBottleneck(_Unpooled, GatedBottleneck):
+class GaterBottleneck(_GaterBlock, GatedBottleneck):  # type: ignore[misc]
     """GatedBottleneck whose gates are decided beforehand."""
 
 
@@ -231,10 +240,21 @@ _CIFAR_GATER: Dict[str, Any] = dict(
     gater='cifar_resnet20', gater_args=dict(layers=(1, 1, 1), channels=(8, 16, 32)), gater_hidden=16)
 
 
+def _by_getter(kwargs: Dict[str, Any]) -> Dict[str, Any]:
+    """Options of an entry point by which features come from `forward_intermediates`, not from children run in turn."""
+    feature_cls = kwargs.get('feature_cls', 'list')
+    if not kwargs.get('features_only') or feature_cls not in ('list', 'dict'):
+        return kwargs
+    if feature_cls == 'dict':
+        raise ValueError("feature_cls='dict' would run the network without its gater; use 'getter', the default.")
+    return dict(kwargs, feature_cls='getter')
+
+
 def _create_cifar(depth: int, pretrained: bool = False, **kwargs) -> GaterCifarResNet:
     model_args = dict(_CIFAR_GATER, block=GaterBasicBlock)
     return create_gated_cifar_resnet(
-        f'gaternet_resnet{depth}', depth, pretrained, GaterCifarResNet, **_METHOD, **dict(model_args, **kwargs))
+        f'gaternet_resnet{depth}', depth, pretrained, GaterCifarResNet, **_METHOD,
+        **_by_getter(dict(model_args, **kwargs)))
 
 
 @register_model
@@ -242,7 +262,7 @@ def gaternet_resnet50(pretrained: bool = False, **kwargs) -> GaterResNet:
     """Constructs a ResNet-50 whose filters a ResNet-18 chooses."""
     model_args = dict(block=GaterBottleneck, layers=(3, 4, 6, 3))
     return create_gated_resnet(
-        'gaternet_resnet50', 50, pretrained, GaterResNet, **_METHOD, **dict(model_args, **kwargs))
+        'gaternet_resnet50', 50, pretrained, GaterResNet, **_METHOD, **_by_getter(dict(model_args, **kwargs)))
 
 
 @register_model

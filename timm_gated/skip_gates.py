@@ -8,15 +8,16 @@ Differences from the original: pools adapt to images of any size, and the max po
 last row and column of odd maps, so that something is left of a single pixel. A softmax over two outputs is written as
 the sigmoid of their difference, so that every gate has log-odds.
 """
-from typing import Any, Dict, List, Optional, Tuple, Type
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Type
 
 import torch
 import torch.nn as nn
 
 from .checks import check_number
 from .gate import Gate, GatePool
+from .precision import full_precision
 
-__all__ = ['GATES', 'STAGES', 'FeedForwardGate1', 'FeedForwardGate2', 'RecurrentGate', 'SkipGate']
+__all__ = ['GATES', 'STAGES', 'FeedForwardGate1', 'FeedForwardGate2', 'Memory', 'RecurrentGate', 'SkipGate']
 
 STAGES = ('supervised', 'soft', 'hybrid')
 
@@ -31,8 +32,12 @@ class SkipGate(Gate):
 
     stage: str = 'supervised'
 
-    def follow(self, previous: 'SkipGate') -> None:
-        """Get to know the gate of the block before."""
+    def follow(self) -> None:
+        """Leave to the gate of the first block that has one what all gates of a network share."""
+
+    def recall(self, x: torch.Tensor, memory: Optional['Memory']) -> Tuple[torch.Tensor, Optional['Memory']]:
+        """Mask and memory for the next gate, from the map and the memory of the gates before."""
+        return self(x), memory
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         probability = torch.sigmoid(logits)
@@ -43,24 +48,24 @@ class SkipGate(Gate):
         return self.decide(logits) + (probability - probability.detach())
 
 
-class _Memory:
-    """What a recurrent gate leaves for the next: the state of the LSTM. It stays out of copies and pickles.
+class Memory(NamedTuple):
+    """What recurrent gates hand on.
 
-    Every gate has one, rather than the network, because gradient checkpointing runs blocks again from the last to the
-    first. It is an object of its own because torch.export lets no tensor become an attribute of a module.
+    Attributes:
+        lstm: The LSTM that all share.
+        fc: The output layer that all share.
+        state: The LSTM's state after the last gate.
     """
-
+    lstm: nn.LSTMCell
+    fc: nn.Linear
     state: Optional[Tuple[torch.Tensor, torch.Tensor]] = None
-
-    def __getstate__(self) -> Dict[str, Any]:
-        return {}
 
 
 class RecurrentGate(SkipGate):
     """One decision for a block, by an LSTM that has seen what came before all the blocks before.
 
     The map is pooled and projected by a layer of each gate; LSTM and output layer are those of the network's first
-    gate. (Under gradient checkpointing, a forward pass has to be followed by its backward pass before the next one.)
+    gate, and come to the others with the memory.
 
     Args:
         in_channels: Channels of the block's input.
@@ -91,23 +96,29 @@ class RecurrentGate(SkipGate):
         for zeros in (self.lstm.bias_ih, self.lstm.bias_hh):
             nn.init.zeros_(zeros)
         nn.init.constant_(self.fc.bias, check_number(bias, 'bias of a gate'))
-        self._shared = self.lstm, self.fc  # a tuple, so that those of another gate do not become children
-        self._before = _Memory()
-        self._after = _Memory()
 
     @property
     def num_gates(self) -> int:
         return self._num_gates
 
-    def follow(self, previous: SkipGate) -> None:
-        assert isinstance(previous, RecurrentGate)
+    def follow(self) -> None:
         del self.lstm, self.fc
-        self._shared, self._before = previous._shared, previous._after
 
-    def score(self, x: torch.Tensor) -> torch.Tensor:
-        lstm, fc = self._shared
-        self._after.state = lstm(self.proj(self.pool(x)), self._before.state)
-        return fc(self._after.state[0])
+    def recall(self, x: torch.Tensor, memory: Optional[Memory]) -> Tuple[torch.Tensor, Optional[Memory]]:
+        return self(x, memory)
+
+    def forward(  # type: ignore[override]
+            self, x: torch.Tensor, memory: Optional[Memory] = None) -> Tuple[torch.Tensor, Memory]:
+        if memory is None:
+            if not hasattr(self, 'lstm'):
+                raise RuntimeError(
+                    'this gate was told nothing of the gates before it, whose LSTM it shares: run the whole network.')
+            memory = Memory(self.lstm, self.fc)
+        with full_precision(x):
+            pooled = self.pool(x.to(self.proj.weight.dtype))
+            state = memory.lstm(self.proj(pooled), memory.state)
+            logits = memory.fc(state[0])
+        return self.switch(logits), Memory(memory.lstm, memory.fc, state)
 
 
 class _FeedForwardGate(SkipGate):

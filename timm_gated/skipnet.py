@@ -22,28 +22,19 @@ import torch.nn.functional as F
 from timm.models import generate_default_cfgs, register_model
 from timm.models.resnet import BasicBlock, Bottleneck
 
-from .blocks import GatedConvs
+from .blocks import GatedConvs, basic_branch, bottleneck_branch, shortcut_of
+from .carry import CarryNet
 from .checks import check_number
 from .cifar_resnet import cifar_cfg
 from .gate import apply_gate, gates
 from .gated_cifar_resnet import GatedCifarResNet, create_gated_cifar_resnet
 from .gated_resnet import GatedResNet, create_gated_resnet, imagenet_cfg
 from .objective import Objective, Step, Term, gate_logits
-from .skip_gates import GATES, STAGES, RecurrentGate, SkipGate
+from .skip_gates import GATES, STAGES, Memory, RecurrentGate, SkipGate
 
 __all__ = [
     'SkipBasicBlock', 'SkipBottleneck', 'SkipCifarResNet', 'SkipResNet', 'Skipping', 'reinforce_loss',
 ]
-
-
-class _Shortcut(nn.Sequential):
-    """The layers of a block's shortcut, under their names; keeps what it put out until the block has taken it."""
-
-    output: Optional[torch.Tensor] = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.output = super().forward(x)
-        return self.output
 
 
 class _SkipBlock(nn.Module):
@@ -72,8 +63,6 @@ class _SkipBlock(nn.Module):
             **kwargs,
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
-        if downsample is not None:
-            downsample = _Shortcut(*(downsample if isinstance(downsample, nn.Sequential) else [downsample]))
         super().__init__(inplanes, planes, stride, downsample, **kwargs, **dd)
         self.gate: Optional[SkipGate] = gate_layer(inplanes, 1, **dd)
 
@@ -81,37 +70,62 @@ class _SkipBlock(nn.Module):
     def gated_convs(self) -> GatedConvs:
         return {} if self.gate is None else {name: (None, self.gate) for name in self.convs}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = None if self.gate is None else self.gate(x)
-        shortcut: Any = self.downsample
-        try:
-            out = super().forward(x)
-            skipped = x if shortcut is None else shortcut.output
-        finally:
-            if shortcut is not None:
-                shortcut.output = None
-        return out if mask is None else apply_gate(out, mask) + apply_gate(skipped, 1 - mask)
+    def step(self, x: torch.Tensor, memory: Optional[Memory]) -> Tuple[torch.Tensor, Optional[Memory]]:
+        """Run or skip the block; the memory is that of the gates."""
+        mask = None
+        if self.gate is not None:
+            mask, memory = self.gate.recall(x, memory)
+        return self(x, mask), memory
+
+    def forward(self, x: torch.Tensor, mask: Optional[torch.Tensor] = None) -> torch.Tensor:
+        """Run or skip the block.
+
+        Args:
+            x: Its input.
+            mask: Decision of its gate; if there is none, a gate decides as the first one of a network.
+        """
+        if mask is None and self.gate is not None:
+            mask, _ = self.gate.recall(x, None)
+        shortcut = shortcut_of(self, x)
+        out = self._run(x, shortcut)
+        return out if mask is None else apply_gate(out, mask) + apply_gate(shortcut, 1 - mask)
+
+    def _run(self, x: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
+        """What timm's block makes of its input, given the output of its shortcut."""
+        raise NotImplementedError
 
 
 class SkipBasicBlock(_SkipBlock, BasicBlock):
     """timm's BasicBlock, run or skipped."""
+
     convs = ('conv1', 'conv2')
+
+    def _run(self, x: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
+        out = basic_branch(self, x)
+        out += shortcut
+        return self.act2(out)
 
 
 class SkipBottleneck(_SkipBlock, Bottleneck):
     """timm's Bottleneck, run or skipped."""
+
     convs = ('conv1', 'conv2', 'conv3')
 
+    def _run(self, x: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
+        out = bottleneck_branch(self, x)
+        out += shortcut
+        return self.act3(out)
 
-class _SkipNet(nn.Module):
-    """Mixin over a gated network: what its blocks are to one another."""
+
+class _SkipNet(CarryNet):
+    """Mixin over a gated network: the gates' memory goes from block to block."""
 
     def link_gates(self) -> None:
         first, *others = [module for module in self.modules() if isinstance(module, _SkipBlock)]
         first.gate = None
-        chain = [block.gate for block in others if block.gate is not None]
-        for previous, gate in zip(chain, chain[1:], strict=False):
-            gate.follow(previous)
+        for block in others[1:]:
+            assert block.gate is not None
+            block.gate.follow()
 
 
 class SkipResNet(_SkipNet, GatedResNet):

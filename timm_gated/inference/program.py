@@ -15,6 +15,7 @@ from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
 
 from ..blocks import GatedBasicBlock, GatedBottleneck, GatedConvs
+from ..carry import CarryNet, CarryStage
 from ..cifar_resnet import CifarResNet, PadShortcut
 from ..convnet_aig import AigBasicBlock, AigBottleneck, AigGate
 from ..gate import ChannelGate
@@ -119,10 +120,12 @@ def check_images(images: Any, channels: int) -> None:
 
 # The forward methods that this module knows: a class that overrides them computes something else.
 _known_forwards: Set[Any] = {
-    nn.Sequential.forward, BasicBlock.forward, Bottleneck.forward, GatedBasicBlock.forward, GatedBottleneck.forward,
+    nn.Sequential.forward, CarryStage.forward, BasicBlock.forward, Bottleneck.forward, GatedBasicBlock.forward,
+    GatedBasicBlock.forward_masked, GatedBottleneck.forward, GatedBottleneck.forward_masked,
     AigBasicBlock.forward, AigBottleneck.forward,
     ResNet.forward, ResNet.forward_features, ResNet.forward_head, CifarResNet.forward, CifarResNet.forward_features,
-    CifarResNet.forward_head, FeatureDictNet.forward, FeatureListNet.forward, FeatureDictNet._collect}
+    CifarResNet.forward_head, CarryNet.forward_features, FeatureDictNet.forward, FeatureListNet.forward,
+    FeatureDictNet._collect}
 
 
 def register_forward(cls: Any) -> None:
@@ -135,7 +138,7 @@ def register_forward(cls: Any) -> None:
 
 
 def _is_known(module: nn.Module) -> bool:
-    methods = ('forward', 'forward_features', 'forward_head', '_collect')
+    methods = ('forward', 'forward_masked', 'forward_features', 'forward_head', '_collect')
     return all(getattr(type(module), name) in _known_forwards for name in methods if hasattr(type(module), name))
 
 
@@ -204,6 +207,9 @@ def _(model: FeatureDictNet) -> Trunk:
 @trunk.register(FeatureGetterNet)
 @trunk.register(FeatureHookNet)
 def _(model: nn.Module) -> Trunk:
+    network = getattr(model, 'model', None)
+    if isinstance(network, CarryNet):
+        raise _unsupported(network)
     raise ValueError(
         f"features_only models of the kind {type(model).__name__} cannot be accelerated; create the model with "
         f"feature_cls='list'.")
