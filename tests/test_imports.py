@@ -9,6 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
+import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+
+# isort: split
 import mmengine
 import pytest
 import timm
@@ -21,7 +24,6 @@ from timm.models import load_checkpoint
 from timm.task import ClassificationTask, TrainingTask
 from timm.utils import CheckpointSaver
 
-import mmseg_plugin  # noqa: F401
 from mmseg_plugin.checkpoints import extend_checkpoint_loader
 from mmseg_plugin.compat import history_allowed
 from timm_gated import GateLosses, extend_timm_tasks, gates, installation, protect_timm_checkpoints, shape_features

@@ -30,7 +30,7 @@ from PIL import Image
 from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d
 from mmseg_plugin.compat import stand_in_for_compiled_ops
 from mmseg_plugin.convert import mmseg_to_timm, timm_to_mmseg
-from timm_gated import count_macs, force_gates, gates, l0_loss
+from timm_gated import count_macs, force_gates, gates, installation, l0_loss
 from timm_gated.losses import batch_shaping_loss
 from timm_gated.objective import gate_logits
 
@@ -362,6 +362,17 @@ def test_config_builds(path):
     if gated:
         lam = 0.05 if 'lam0.05' in path.stem else 0.2
         assert [(loss.loss_name, loss.loss_weight) for loss in model.gate_losses] == [('loss_batch_shaping', lam)]
+
+
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
+def test_checkpoints_of_every_config_are_whole_and_load_again(path, monkeypatch):
+    """The dense ones' too: their segmentor installs what mmengine needs to load them."""
+    cfg, calls = Config.fromfile(path), []
+    assert cfg.default_hooks.checkpoint.backend_args == dict(backend='timm_gated_local')
+    monkeypatch.setattr(installation, '_pending', [lambda: calls.append(True)])
+    cfg.model.backbone.pop('init_cfg', None)
+    MODELS.build(cfg.model)
+    assert calls
 
 
 @pytest.mark.parametrize('path', [path for path in CONFIGS if 'cityscapes' in path.stem], ids=lambda path: path.stem)

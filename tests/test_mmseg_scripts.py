@@ -6,9 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+
+# isort: split
 import mmseg
 import pytest
+import torch
+from mmseg.apis import init_model
 from mmseg_small import write_config
+from safetensors.torch import load_file
 
 TOOLS = Path(mmseg.__file__).parent / '.mim' / 'tools'
 
@@ -48,6 +54,13 @@ def test_train_resume_test(tmp_path):
     log = run(tmp_path, str(TOOLS / 'test.py'), config, str(work_dir / 'iter_4.pth'), '--work-dir', str(work_dir))
     share = float(re.search(r'MACs_share: ([\d.]+)', log).group(1))
     assert 20 < share < 101 and 'aAcc' in log
+
+    # The same checkpoint, which holds the history of the log, for inference and for timm.
+    model = init_model(config, str(work_dir / 'iter_4.pth'), device='cpu')
+    convert = Path(__file__).parents[1] / 'tools' / 'convert_checkpoint.py'
+    run(tmp_path, str(convert), '--to', 'timm', str(work_dir / 'iter_4.pth'), 'timm.safetensors')
+    converted = load_file(tmp_path / 'timm.safetensors')
+    assert torch.equal(converted['layer1.0.gate1.fc1.weight'], model.backbone.layer1[0].gate1.fc1.weight)
 
 
 def test_two_processes(tmp_path):
