@@ -67,8 +67,8 @@ def check_model_name(name: str) -> None:
     source, place = parse_model_name(name)
     if source == 'local-dir' and not Path(place).is_dir():
         raise ValueError(
-            f"there is no folder '{place}': it does not exist, so config.json is not there. `python tools/hub.py save "
-            f'--output {place}` makes it of a checkpoint, timm_gated.save_pretrained of a model.')
+            f"there is no folder '{place}': {place}/config.json does not exist. `python tools/hub.py save --output "
+            f'{place}` makes it of a checkpoint, timm_gated.save_pretrained of a model.')
     if source:
         return
     model, tag = split_model_name_tag(place)
