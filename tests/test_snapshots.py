@@ -109,7 +109,7 @@ def test_mistakes(tmp_path):
     other.set_epoch(7)
     train_epoch(other)
     other.get_trainable_module().eval()
-    with pytest.raises(ValueError, match='epoch_0008.npz and epoch_0000.npz .* different gates'):
+    with pytest.raises(ValueError, match='epoch_0007.npz and epoch_0000.npz .* different gates'):
         load_snapshots(tmp_path)
     (tmp_path / 'file').write_text('')
     with pytest.raises(OSError):  # at the first step, not after the first epoch

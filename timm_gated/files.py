@@ -66,7 +66,7 @@ def new_file(path: Union[str, Path]) -> Iterator[Path]:
 
 def _is_replaceable(current: os.stat_result, created: os.stat_result) -> bool:
     owners = (current.st_uid, current.st_gid), (created.st_uid, created.st_gid)
-    return stat.S_ISREG(current.st_mode) and current.st_nlink == 1 and owners[0] == owners[1]
+    return stat.S_ISREG(current.st_mode) and current.st_nlink <= 1 and owners[0] == owners[1]
 
 
 def sync_file(path: Union[str, Path]) -> None:
