@@ -42,8 +42,9 @@ def new_file(path: Union[str, Path]) -> Iterator[Path]:
 
     The file at `path` is replaced in one step, and keeps its mode; a new one gets the mode that the umask leaves. Links
     are followed. What cannot be replaced without a difference is written in place, once the content is complete: a
-    device, a pipe, a file with other hard links or of another owner. Any number of processes may write to one path:
-    each write is whole, and the last one stays. A killed process leaves a hidden folder, `.….partial`.
+    device, a pipe, an open file without a name, a file with other hard links or of another owner. Any number of
+    processes may write to one path: each write is whole, and the last one stays. A killed process leaves a hidden
+    folder, `.….partial`.
     """
     path = Path(path)
     is_special = path.exists() and not path.resolve().is_file()
@@ -55,7 +56,7 @@ def new_file(path: Union[str, Path]) -> Iterator[Path]:
         created = partial.stat()
         yield partial
         current = path.stat() if path.exists() else created
-        if _is_replaceable(current, created):
+        if not is_special and _is_replaceable(current, created):
             partial.chmod(stat.S_IMODE(current.st_mode))
             sync_file(partial)
             os.replace(partial, path)
@@ -66,7 +67,7 @@ def new_file(path: Union[str, Path]) -> Iterator[Path]:
 
 def _is_replaceable(current: os.stat_result, created: os.stat_result) -> bool:
     owners = (current.st_uid, current.st_gid), (created.st_uid, created.st_gid)
-    return stat.S_ISREG(current.st_mode) and current.st_nlink <= 1 and owners[0] == owners[1]
+    return current.st_nlink <= 1 and owners[0] == owners[1]
 
 
 def sync_file(path: Union[str, Path]) -> None:
