@@ -95,6 +95,14 @@ def test_segmentation(tmp_path):
                     'model.test_cfg.mode=slide') == 1
 
 
+def test_a_segmentor_whose_checkpoint_is_cut_short(tmp_path, capsys):
+    config, checkpoint = write_config(tmp_path), tmp_path / 'iter_2.pth'
+    checkpoint.write_bytes(b'PK')
+    options = ['--mmseg-config', config, '--checkpoint', checkpoint, '--output', tmp_path / 'report']
+    assert run_tool('analyze_gates', *options) == 1
+    assert f'{checkpoint} is cut short' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize('change, message', [
     (['--model', 'cifar_resnet20', '--checkpoint', '', '--untrained'], 'CifarResNet has no gates'),
     (['--model', 'no_such_model'], "'no_such_model' cannot be made.*list_models"),

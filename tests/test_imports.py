@@ -140,9 +140,11 @@ def test_wrong_arguments_have_pythons_errors():
             timm.models.load_state_dict(**args)
 
 
-def save_twice(model: nn.Module, folder: Path, monkeypatch: Any) -> List[bool]:
+def save_twice(model: nn.Module, folder: Path, monkeypatch: Any, by_task: bool = False) -> List[bool]:
     """Whether the last checkpoint was there when the next was put in its place."""
-    saver = CheckpointSaver(model, torch.optim.SGD(model.parameters()), checkpoint_dir=str(folder))
+    task = ClassificationTask(model, nn.CrossEntropyLoss(), verbose=False) if by_task else None
+    saver = CheckpointSaver(
+        None if by_task else model, torch.optim.SGD(model.parameters()), task=task, checkpoint_dir=str(folder))
     saver.save_checkpoint(0)
     there, replace = [], os.replace
 
@@ -155,14 +157,15 @@ def save_twice(model: nn.Module, folder: Path, monkeypatch: Any) -> List[bool]:
     return there
 
 
-def test_checkpoints_of_gated_models_are_replaced_in_one_step(tmp_path, monkeypatch):
-    gated = make_gated()
-    assert save_twice(gated, tmp_path, monkeypatch) == [True]
+@pytest.mark.parametrize('by_task', [False, True])
+def test_checkpoints_of_gated_models_are_replaced_in_one_step(by_task, tmp_path, monkeypatch):
+    assert save_twice(make_gated(), tmp_path, monkeypatch, by_task) == [True]
 
 
-def test_checkpoints_of_others_are_replaced_by_timm(tmp_path, monkeypatch):
+@pytest.mark.parametrize('by_task', [False, True])
+def test_checkpoints_of_others_are_replaced_by_timm(by_task, tmp_path, monkeypatch):
     make_gated()
-    assert save_twice(make_plain(), tmp_path, monkeypatch) == [False]
+    assert save_twice(make_plain(), tmp_path, monkeypatch, by_task) == [False]
 
 
 def test_shaped_features_make_a_gated_training(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, List, Union
 
 import timm.task  # noqa: F401  (it is patched, by its modules' names)
+import torch.nn as nn
 from safetensors import SafetensorError, safe_open
 from timm.utils import CheckpointSaver
 
@@ -102,7 +103,8 @@ def _replace_in_one_step(replace: Callable) -> Callable:
 
     @functools.wraps(replace)
     def replace_gated(self: CheckpointSaver, src: str, dst: str) -> None:
-        if not gates(self.model) and not objectives(self.model):
+        trained = [module for module in (self.model, self.task) if isinstance(module, nn.Module)]
+        if not any(gates(module) or objectives(module) for module in trained):
             return replace(self, src, dst)
         sync_file(src)
         can_hardlink, self.can_hardlink = self.can_hardlink, False  # timm first removes the target where it can link
