@@ -40,8 +40,10 @@ SMALL = sorted({
     (family(name), is_imagenet(name), is_bottleneck(name)): name for name in sorted(GATED, key=depth, reverse=True)
     if re.fullmatch(r'\w+_resnet\d+', name)}.values())
 ONE_EACH = sorted({family(name): name for name in SMALL}.values())  # and one of each method
-# The same with few blocks, where much is done to them.
-TINY = {name: dict(layers=(1, 1, 1, 1) if is_imagenet(name) else (1, 1, 1)) for name in SMALL}
+# The same with few blocks and, where there are many, few channels: most tests need no more of a network.
+TINY = {
+    name: dict(layers=(1, 1, 1, 1), channels=(16, 32, 64, 128)) if is_imagenet(name) else dict(layers=(1, 1, 1))
+    for name in SMALL}
 
 
 def images(*shape: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
-from nets import GATED, SMALL, dense_twin, gate_loss, gating_keys, shuffle
+from nets import GATED, TINY, dense_twin, gate_loss, gating_keys, shuffle
 from safetensors.torch import save_file
 from timm.models import is_model_pretrained, load_checkpoint, save_for_hf
 from timm.task import ClassificationTask
@@ -19,6 +19,7 @@ from timm_gated import checkpoint_filter_fn, force_gates, gates
 
 NO_DATA = 'ignore:for .* copying from a non-meta parameter:UserWarning'  # of tests that only compare names and shapes
 FRESH = 'keep their fresh initialisation'
+NARROW = (16, 32, 64, 128)  # of networks whose depth matters
 
 
 def images(batch: int = 2, size: int = 64, in_chans: int = 3) -> torch.Tensor:
@@ -40,7 +41,8 @@ def assert_open_gates_equal(model: nn.Module, dense: nn.Module, x: torch.Tensor)
 
 
 def gate_state(model: nn.Module) -> dict:
-    return {key: model.state_dict()[key].clone() for key in gating_keys(model)}
+    state_dict = model.state_dict()
+    return {key: state_dict[key].clone() for key in gating_keys(model)}
 
 
 def assert_gates_untouched(model: nn.Module, before: dict) -> None:
@@ -63,8 +65,8 @@ def dense18_path(dense18, tmp_path) -> Path:
 
 @pytest.mark.parametrize('depth', [18, 34, 50, 101])
 def test_filtered_dense_weights_and_open_gates_are_the_dense_network(depth):
-    dense = create(f'resnet{depth}')
-    model = create(f'gated_resnet{depth}', seed=1)
+    dense = create(f'resnet{depth}', channels=NARROW)
+    model = create(f'gated_resnet{depth}', seed=1, channels=NARROW)
     before = gate_state(model)
     state_dict = checkpoint_filter_fn(dense.state_dict(), model)
     assert set(state_dict) == set(dense.state_dict())
@@ -323,21 +325,22 @@ def test_dense_tag_loads_timms_weights_under_fresh_gates(depth, monkeypatch, cap
 # Gated weights
 
 
-@pytest.mark.parametrize('name', [*SMALL, 'gated_resnet20_w10'])
-def test_dense_weights_under_the_gates_of_any_method(name, caplog):
-    dense, model = dense_twin(name, num_classes=3), create(name, num_classes=3)
+@pytest.mark.parametrize('name, kwargs', [*TINY.items(), ('gated_resnet20_w10', {})])
+def test_dense_weights_under_the_gates_of_any_method(name, kwargs, caplog):
+    dense, model = dense_twin(name, num_classes=3, **kwargs), create(name, num_classes=3, **kwargs)
     before = gate_state(model)
     model.load_state_dict(checkpoint_filter_fn(dense.state_dict(), model))
     assert FRESH in caplog.text
     assert_gates_untouched(model, before)
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in dense.state_dict().items())
+    own = model.state_dict()
+    assert all(torch.equal(own[key], value) for key, value in dense.state_dict().items())
 
 
-@pytest.mark.parametrize('name', [*SMALL, 'gated_resnet20_w10'])
-def test_gated_round_trip(name, tmp_path):
-    model = create(name, num_classes=3)
+@pytest.mark.parametrize('name, kwargs', [*TINY.items(), ('gated_resnet20_w10', {})])
+def test_gated_round_trip(name, kwargs, tmp_path):
+    model = create(name, num_classes=3, **kwargs)
     torch.save(model.state_dict(), tmp_path / 'gated.pth')
-    twin = create(name, seed=1, num_classes=3)
+    twin = create(name, seed=1, num_classes=3, **kwargs)
     result = twin.load_state_dict(torch.load(tmp_path / 'gated.pth', weights_only=True), strict=True)
     assert not result.missing_keys and not result.unexpected_keys
     assert torch.equal(twin(images(size=32)), model(images(size=32)))

@@ -17,7 +17,8 @@ from timm_gated import gates
 
 @pytest.mark.parametrize('name', SMALL)
 def test_gradient_checkpointing_changes_nothing(name):
-    model = create(name, num_classes=4, drop_path_rate=0.1, layers=[2] * len(TINY[name]['layers'])).train()
+    layers = [2] * len(TINY[name]['layers'])
+    model = create(name, num_classes=4, drop_path_rate=0.1, **dict(TINY[name], layers=layers)).train()
     twin = copy.deepcopy(model)
     twin.set_grad_checkpointing()
     x, target = images(batch=4), torch.tensor([0, 1, 2, 3])
@@ -38,7 +39,7 @@ def test_gradient_checkpointing_changes_nothing(name):
 @pytest.mark.parametrize('name', SMALL)
 def test_gate_losses_train_the_gates_under_gradient_checkpointing(name):
     """Without any other loss: the kept logits have a graph, though the blocks are recomputed."""
-    model = create(name, num_classes=4).train()
+    model = create(name, num_classes=4, **TINY[name]).train()
     model.set_grad_checkpointing()
     model(images(batch=4))
     gate_loss(model).backward()
@@ -76,7 +77,7 @@ def test_no_weight_decay_is_exactly_the_gates(name):
     dict(filter_bias_and_bn=True, layer_decay=0.75), dict(filter_bias_and_bn=False, layer_decay=0.75)])
 @pytest.mark.parametrize('name', SMALL)
 def test_optimizer_decays_no_gate(name, kwargs):
-    model = timm.create_model(name)
+    model = timm.create_model(name, **TINY[name])
     optimizer = create_optimizer_v2(model, opt='sgd', lr=0.1, weight_decay=5e-4, momentum=0.9, **kwargs)
     names = {p: n for n, p in model.named_parameters()}
     decay = {names[p]: group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
