@@ -40,6 +40,10 @@ SMALL = sorted({
     (family(name), is_imagenet(name), is_bottleneck(name)): name for name in sorted(GATED, key=depth, reverse=True)
     if re.fullmatch(r'\w+_resnet\d+', name)}.values())
 ONE_EACH = sorted({family(name): name for name in SMALL}.values())  # and one of each method
+# The smallest model of each block of each method. (DGNet's networks are the paper's own, with another loss.)
+BLOCKS = sorted({
+    (family(name), is_bottleneck(name)): name for name in sorted(SMALL, key=is_imagenet, reverse=True)
+    if family(name) != 'dgnet'}.values())
 # The same with few blocks and, where there are many, few channels: most tests need no more of a network.
 TINY = {
     name: dict(layers=(1, 1, 1, 1), channels=(16, 32, 64, 128)) if is_imagenet(name) else dict(layers=(1, 1, 1))

@@ -29,7 +29,8 @@ from timm_gated.narrow import inner_channels
 from timm_gated.pruning import keep_used_filters
 
 SCRIPTS = Path(mmseg.__file__).parent / '.mim' / 'tools'
-D8 = dict(dilations=(1, 1, 2, 4), strides=(1, 2, 1, 1), contract_dilation=True)
+TWO_STAGES = dict(num_stages=2, out_indices=(0, 1), strides=(1, 2), dilations=(1, 1))
+DILATED = dict(TWO_STAGES, dilations=(1, 2), strides=(1, 1), contract_dilation=True)
 
 
 @torch.no_grad()
@@ -42,11 +43,11 @@ def spread_gates(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize('cls, depth, kwargs', [
-    (GatedResNet, 18, {}), (GatedResNetV1c, 50, dict(D8, gated_maps=(2,))), (GatedResNetV1d, 50, D8)])
+    (GatedResNet, 18, TWO_STAGES), (GatedResNetV1c, 50, dict(DILATED, gated_maps=(2,))), (GatedResNetV1d, 50, DILATED)])
 @pytest.mark.parametrize('keep_gates', [True, False], ids=['gated', 'plain'])
 def test_backbones(cls, depth, kwargs, keep_gates, tmp_path):
     torch.manual_seed(0)
-    model = spread_gates(cls(depth=depth, **kwargs))
+    model = spread_gates(cls(depth=depth, base_channels=16, stem_channels=16, **kwargs))
     model.eval()
     spread = torch.tensor([-4., 0., 4.])[:, None, None, None]  # images that differ enough for gates to differ
     x = torch.randn(3, 3, 64, 64) * (spread + 4.2) + spread

@@ -249,7 +249,8 @@ def test_any_network_from_model_kwargs():
 
 
 def test_shaped_network_compiles():
-    model = timm.create_model('batch_shaped', network='cifar_resnet20', features={'layer2': 'normal'})
+    model = timm.create_model(
+        'batch_shaped', network='cifar_resnet20', layers=(1, 1, 1), features={'layer2': 'normal'})
     compiled = torch.compile(model, backend='aot_eager')
     compiled(images())
     assert model.feature_shaping.taps[0].feature.shape == (4, 32, 16, 16)

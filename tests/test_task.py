@@ -29,7 +29,7 @@ EXPECTED = [(0.75, 0.), (0.375, 0.), (0., 0.05), (0., 0.1)]
 
 
 def make_model(**kwargs) -> nn.Module:
-    return timm.create_model('gated_resnet20', **{'channels': (8, 8, 8), **SCHEDULE, **kwargs})
+    return timm.create_model('gated_resnet20', **{'layers': (1, 1, 1), 'channels': (8, 8, 8), **SCHEDULE, **kwargs})
 
 
 def make_task(model: nn.Module) -> ClassificationTask:
