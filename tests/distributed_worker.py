@@ -1,4 +1,4 @@
-"""One of the processes of test_distributed.py, started by torchrun"""
+"""One of the processes of test_distributed.py, started as by torchrun"""
 import copy
 import sys
 from pathlib import Path

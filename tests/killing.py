@@ -1,5 +1,4 @@
 """Trainings in processes of their own that are killed"""
-import multiprocessing
 import random
 import resource
 import signal
@@ -7,14 +6,11 @@ import time
 from typing import Any, Callable, List, NamedTuple, Optional
 
 import torch
+from forked import CONTEXT, start
 
 # A training that is to be killed from outside goes on for no more reports than these: however fast a machine is, it
 # does not get to its end before.
 REPORTS_WITHIN_DELAY = 2
-
-# Forked from a process that has imported what a training needs and done nothing yet: it starts at once, and afresh.
-CONTEXT = multiprocessing.get_context('forkserver')
-CONTEXT.set_forkserver_preload(['timm_gated', 'mmseg_plugin', 'mmseg.apis'])
 
 
 class Kill(NamedTuple):
@@ -47,8 +43,7 @@ def random_kills(seed: int, number: int, max_steps: int, max_delay: float, sizes
 def live(train: Callable, *args: Any, kill: Optional[Kill] = None) -> Life:
     """Run `train(report, *args)` in a process of its own, until it ends or is killed."""
     receiver, sender = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=_run, args=(train, sender, kill, *args))
-    process.start()
+    process = start(_run, train, sender, kill, *args)
     sender.close()
     reports: List[Any] = []
     try:

@@ -1,4 +1,4 @@
-"""One of the processes of test_mmseg_scripts.py, started by torchrun
+"""One of the processes of test_mmseg_scripts.py, started as by torchrun
 
 mmengine's launcher wants a GPU, so the process group is made here.
 """

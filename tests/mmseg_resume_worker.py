@@ -6,9 +6,9 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, Callable, Optional
 
-import mmengine.config.config
 import mmseg
 import torch
+from forked import leave_configs_as_they_are
 from mmengine.hooks import Hook
 from mmseg.registry import HOOKS
 
@@ -43,8 +43,7 @@ def train(report: Callable, config: Path, work_dir: Path, *options: str) -> None
     global _report
     _report = report
     torch.set_num_threads(1)
-    # mmengine lays out the whole config anew for every checkpoint, which takes most of the time of one so small.
-    mmengine.config.config.FormatCode = lambda code, **kwargs: (code, False)
+    leave_configs_as_they_are()
     sys.argv = [str(SCRIPT), str(config), '--work-dir', str(work_dir), *options]
     with open(work_dir.with_suffix('.log'), 'w') as log, redirect_stdout(log), redirect_stderr(log):
         try:

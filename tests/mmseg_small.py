@@ -39,10 +39,10 @@ custom_hooks = [
 TINY: Dict[str, Any] = dict(
     type='GatedEncoderDecoder',
     backbone=dict(
-        type='TIMMBackbone', model_name='gated_resnet20', features_only=True, pretrained=False, out_indices=(1, 2),
-        layers=(1, 1), channels=(8, 8)),
+        type='TIMMBackbone', model_name='gated_resnet20', features_only=True, pretrained=False, out_indices=(1, 2, 3),
+        layers=(1, 1, 1), channels=(8, 8, 8)),
     decode_head=dict(
-        type='FCNHead', in_channels=8, in_index=1, channels=8, num_convs=0, concat_input=False, dropout_ratio=0.,
+        type='FCNHead', in_channels=8, in_index=2, channels=8, num_convs=0, concat_input=False, dropout_ratio=0.,
         num_classes=5, loss_decode=dict(type='CrossEntropyLoss')),
     gate_losses=[dict(type='BatchShapingLoss', loss_weight=0.2), dict(type='L0Loss', loss_weight=0.1)])
 

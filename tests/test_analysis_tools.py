@@ -45,10 +45,10 @@ def options(data, checkpoints, tmp_path):
         '--output', tmp_path / 'report']
 
 
-def test_analyze_gates(options, tmp_path):
-    done = run('analyze_gates', *options, '--name', 'tiny', '--rare', '0.9', '--classes', 'ant', 'gnu')
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert 'tiny: 100%' in done.stderr and str(tmp_path / 'report' / 'index.html') in done.stdout
+def test_analyze_gates(options, tmp_path, capsys):
+    assert run_tool('analyze_gates', *options, '--name', 'tiny', '--rare', '0.9', '--classes', 'ant', 'gnu') == 0
+    shown = capsys.readouterr()
+    assert 'tiny: 100%' in shown.err and str(tmp_path / 'report' / 'index.html') in shown.out
     content = json.loads((tmp_path / 'report' / 'gates.json').read_text())
     assert content['results'][0]['num_samples'] == 42 and [entry['name'] for entry in content['classes']] == CLASSES
     assert all(entry['num_samples'] == 6 for entry in content['classes'])
@@ -177,7 +177,7 @@ def test_benchmark_runs(capsys):
     assert re.search(r'\(untrained\).* plain [\d.]+ s, recorded [\d.]+ s, [\d.]+ times as', capsys.readouterr().out)
 
 
-def test_prune(data, checkpoints, tmp_path):
+def test_prune(data, checkpoints, tmp_path, capsys):
     shutil.copytree(data / 'validation', tmp_path / 'images' / 'train')
     shutil.copytree(data / 'validation', tmp_path / 'images' / 'validation')
     options = [
@@ -196,11 +196,11 @@ def test_prune(data, checkpoints, tmp_path):
     pruned = timm.create_model(f'local-dir:{tmp_path / "pruned"}', pretrained=True)
     assert sum(p.numel() for p in pruned.parameters()) < sum(p.numel() for p in make_net().parameters())
 
-    done = run(
+    assert run_tool(
         'prune', *options, '--classes', 'gnu', 'ant', '--split', 'train', '--eval-split', 'validation', '--epochs', '1',
-        '--output', tmp_path / 'two')
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert 'fine-tuning: 100%' in done.stderr and 'figures: 100%' in done.stderr
+        '--output', tmp_path / 'two') == 0
+    shown = capsys.readouterr().err
+    assert 'fine-tuning: 100%' in shown and 'figures: 100%' in shown
     two = timm.create_model(f'local-dir:{tmp_path / "two"}', pretrained=True)
     assert two.num_classes == 2 and not gates(two)
 

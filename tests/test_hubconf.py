@@ -1,4 +1,4 @@
-"""hubconf.py as torch.hub itself uses it, in processes of their own"""
+"""hubconf.py as torch.hub itself uses it"""
 import json
 import os
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import timm
+import torch
 from timm.models import is_model_pretrained
 
 from timm_gated.zoo import entry_points
@@ -27,45 +28,38 @@ def run(script: str, cwd: Path) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+MODELS = [('gated_resnet20', dict(gate_bias=3.)), *((name, dict(pretrained=True)) for name in TRAINED)]
 LOAD = """
-model = torch.hub.load({repository!r}, {name!r}, source='local', num_classes=5, **{options!r}).eval()
-package = sys.modules['timm_gated'].__file__
-print(json.dumps(dict(
-    cls=type(model).__name__, package=package, shape=model(torch.zeros(1, 3, 32, 32)).shape,
-    tag=model.pretrained_cfg['tag'], weight=model.layer1[0].conv1.weight.flatten()[:4].tolist())))
+loaded = []
+for name, options in {models!r}:
+    model = torch.hub.load({repository!r}, name, source='local', num_classes=5, **options).eval()
+    loaded.append(dict(
+        cls=type(model).__name__, shape=model(torch.zeros(1, 3, 32, 32)).shape, tag=model.pretrained_cfg['tag'],
+        weight=model.layer1[0].conv1.weight.flatten()[:4].tolist()))
+print(json.dumps(dict(package=sys.modules['timm_gated'].__file__, loaded=loaded)))
 """
 
 
-@pytest.mark.parametrize('name, options', [
-    ('gated_resnet20', dict(gate_bias=3.)),
-    *((name, dict(pretrained=True)) for name in TRAINED),
-])
 @pytest.mark.parametrize('here', [True, False])
-def test_load(name, options, here, tmp_path):
+def test_load(here, tmp_path):
     repository, cwd = ('.', ROOT) if here else (str(ROOT), tmp_path)
-    loaded = run(LOAD.format(repository=repository, name=name, options=options), cwd)
-    model = timm.create_model(name, num_classes=5, **options)
-    assert loaded['cls'] == type(model).__name__ and loaded['shape'] == [1, 5]
-    assert Path(loaded['package']).resolve().is_relative_to(ROOT)
-    assert loaded['tag'] == model.pretrained_cfg['tag']
-    if options.get('pretrained'):
-        assert loaded['weight'] == pytest.approx(model.layer1[0].conv1.weight.flatten()[:4].tolist())
+    result = run(LOAD.format(repository=repository, models=MODELS), cwd)
+    assert Path(result['package']).resolve().is_relative_to(ROOT)
+    for (name, options), loaded in zip(MODELS, result['loaded'], strict=True):
+        model = timm.create_model(name, num_classes=5, **options)
+        assert loaded['cls'] == type(model).__name__ and loaded['shape'] == [1, 5]
+        assert loaded['tag'] == model.pretrained_cfg['tag']
+        if options.get('pretrained'):
+            assert loaded['weight'] == pytest.approx(model.layer1[0].conv1.weight.flatten()[:4].tolist())
 
 
-CACHED = """
-torch.hub.set_dir('hub')
-where = dict(skip_validation=True, trust_repo=True)
-names = torch.hub.list('owner/name:main', verbose=False, **where)
-texts = {name: torch.hub.help('owner/name:main', name, **where) for name in names}
-print(json.dumps(texts))
-"""
-
-
-def test_list_and_help(tmp_path):
+def test_list_and_help(tmp_path, monkeypatch):
     """As of a repository that was downloaded."""
-    (tmp_path / 'hub').mkdir()
-    (tmp_path / 'hub' / 'owner_name_main').symlink_to(ROOT)
-    texts = run(CACHED, tmp_path)
+    monkeypatch.setattr('torch.hub.get_dir', lambda: str(tmp_path))
+    (tmp_path / 'owner_name_main').symlink_to(ROOT)
+    where = dict(skip_validation=True, trust_repo=True)
+    names = torch.hub.list('owner/name:main', verbose=False, **where)
+    texts = {name: torch.hub.help('owner/name:main', name, **where) for name in names}
     assert texts == {name: create.__doc__ for name, create in entry_points().items()}
     assert all(text.startswith('Constructs ') for text in texts.values())
     assert 'gated_resnet50' in texts and 'cifar_resnet20' in texts and 'slim_resnet18' in texts

@@ -26,6 +26,7 @@ from mmseg.registry import DATASETS, HOOKS, METRICS, MODELS
 from mmseg.structures import SegDataSample
 from nets import gate_loss, shuffle
 from PIL import Image
+from tool import TOOLS, run_tool
 
 from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d
 from mmseg_plugin.compat import stand_in_for_compiled_ops
@@ -421,19 +422,18 @@ def test_camvid(tmp_path):
     assert len(data_set) == 1 and data_set.metainfo['classes'][5] == 'tree' and len(data_set.metainfo['palette']) == 11
 
 
-def test_convert_tool(tmp_path):
-    model = timm.create_model('gated_resnet18', num_classes=3)
-    torch.save({'state_dict': model.state_dict()}, tmp_path / 'timm.pth')
-    tool = [sys.executable, str(ROOT / 'tools' / 'convert_checkpoint.py')]
-    commands = [
-        ['--to', 'mmseg', 'timm.pth', 'backbone.pth'], ['--to', 'timm', 'backbone.pth', 'back.safetensors']]
-    for command in commands:
-        subprocess.run(tool + command, cwd=tmp_path, check=True, timeout=120)
-    back = safetensors.torch.load_file(tmp_path / 'back.safetensors')
+def test_convert_tool(tmp_path, capsys):
+    model = timm.create_model('gated_resnet18', num_classes=3, channels=(16, 16, 16, 16))
+    there, here, back = (tmp_path / name for name in ('timm.pth', 'backbone.pth', 'back.safetensors'))
+    torch.save({'state_dict': model.state_dict()}, there)
+    command = [sys.executable, str(TOOLS / 'convert_checkpoint.py'), '--to', 'mmseg', 'timm.pth', 'backbone.pth']
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    assert run_tool('convert_checkpoint', '--to', 'timm', here, back) == 0
+    converted = safetensors.torch.load_file(back)
     expected = {k: v for k, v in model.state_dict().items() if not k.startswith('fc.')}
-    assert back.keys() == expected.keys() and all(torch.equal(back[k], v) for k, v in expected.items())
-    again = subprocess.run(tool + commands[0], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert again.returncode == 1 and 'backbone.pth exists' in again.stderr
+    assert converted.keys() == expected.keys() and all(torch.equal(converted[k], v) for k, v in expected.items())
+    assert run_tool('convert_checkpoint', '--to', 'mmseg', there, here) == 1
+    assert 'backbone.pth exists' in capsys.readouterr().err
 
 
 def test_compiled_operator_says_what_to_do():

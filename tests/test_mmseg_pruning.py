@@ -1,8 +1,5 @@
 """Pruned and specialised segmentors, and mmseg's own scripts on what is saved of them"""
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import mmseg_plugin  # noqa: F401  (before anything of mmseg)
@@ -13,6 +10,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from forked import run_script
 from mmengine.config import Config
 from mmseg.registry import MODELS
 from mmseg_small import write_config
@@ -164,14 +162,6 @@ def test_backbones_that_cannot_be_pruned(kwargs, message):
         keep_used_filters(model, {'layer1.0.gate1': torch.zeros(64)})
 
 
-def run(*command) -> str:
-    env = dict(os.environ, OMP_NUM_THREADS='1')
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=600, env=env)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout + done.stderr
-
-
 def prune(*args) -> int:
     return run_tool('prune', *args)
 
@@ -205,21 +195,27 @@ def test_data_of_a_segmentor_that_is_not_there(segmentation, capsys):
 
 def test_scripts_of_mmseg_run_what_the_tool_writes(segmentation, tmp_path, capsys):
     config, weights, _, _ = segmentation
+
+    def run(script: str, *args) -> str:
+        done = run_script(SCRIPTS / script, *args, cwd=tmp_path)
+        assert done.returncode == 0, done.output[-4000:]
+        return done.output
+
     common = ['--mmseg-config', config, '--checkpoint', weights]
     assert prune(*common, '--output', tmp_path / 'pruned') == 0
     told = capsys.readouterr().out
-    log = run(SCRIPTS / 'test.py', tmp_path / 'pruned' / 'config.py', tmp_path / 'pruned' / 'weights.pth',
+    log = run('test.py', tmp_path / 'pruned' / 'config.py', tmp_path / 'pruned' / 'weights.pth',
               '--work-dir', tmp_path / 'test')
     average = float(re.search(r'average MACs +[\d.]+ M +([\d.]+) M', told).group(1))
     assert float(re.search(r'GMACs: ([\d.]+)', log).group(1)) == pytest.approx(average / 1e3, abs=0.01)
 
     assert prune(*common, '--classes', 'road', 'car', '--output', tmp_path / 'special') == 0
     told = capsys.readouterr().out
-    log = run(SCRIPTS / 'train.py', tmp_path / 'special' / 'config.py', '--work-dir', tmp_path / 'train',
+    log = run('train.py', tmp_path / 'special' / 'config.py', '--work-dir', tmp_path / 'train',
               '--cfg-options', 'train_cfg.max_iters=2')
     assert 'road' in log and 'sidewalk' not in log and 'unexpected key' not in log and 'size mismatch' not in log
     assert f'Load checkpoint from {tmp_path / "special" / "weights.pth"}' in log
-    log = run(SCRIPTS / 'test.py', tmp_path / 'special' / 'config.py', tmp_path / 'special' / 'weights.pth',
+    log = run('test.py', tmp_path / 'special' / 'config.py', tmp_path / 'special' / 'weights.pth',
               '--work-dir', tmp_path / 'test_special')
     accuracy = float(re.search(r'accuracy +[\d.]+ % +([\d.]+) %', told).group(1))
     # (ours is the mean over images, mmseg's over all pixels; with the classes in another order it would be the rest)

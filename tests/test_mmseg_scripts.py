@@ -12,6 +12,7 @@ import mmseg_plugin  # noqa: F401  (before anything of mmseg)
 import mmseg
 import pytest
 import torch
+from forked import run_script
 from mmseg.apis import init_model
 from mmseg_small import write_config
 from safetensors.torch import load_file
@@ -26,6 +27,12 @@ def run(folder: Path, *command: str) -> str:
         [sys.executable, *command], capture_output=True, text=True, timeout=600, env=env, cwd=folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
+
+
+def run_forked(folder: Path, script: Path, *args: str, processes: int = 1) -> str:
+    done = run_script(script, *args, cwd=folder, processes=processes)
+    assert done.returncode == 0, done.output[-6000:]
+    return done.output
 
 
 def scalars(work_dir: Path) -> list:
@@ -66,13 +73,13 @@ def test_train_resume_test(tmp_path):
 def test_two_processes(tmp_path):
     """Three images on two processes: the padded one must not count."""
     config = str(write_config(tmp_path))
-    worker = str(Path(__file__).parent / 'mmseg_distributed_worker.py')
-    run(tmp_path, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2', worker, config, str(tmp_path))
+    run_forked(
+        tmp_path, Path(__file__).with_name('mmseg_distributed_worker.py'), config, str(tmp_path), processes=2)
     first, second = (json.loads((tmp_path / f'rank{rank}.json').read_text()) for rank in (0, 1))
     assert first == second and first['checksum'] != first['initial_checksum']
 
     checkpoint = str(tmp_path / 'work' / 'iter_2.pth')
-    log = run(tmp_path, str(TOOLS / 'test.py'), config, checkpoint, '--work-dir', str(tmp_path / 'one'))
+    log = run_forked(tmp_path, TOOLS / 'test.py', config, checkpoint, '--work-dir', str(tmp_path / 'one'))
     for name in ('mIoU', 'aAcc', 'GMACs', 'MACs_share'):
         assert float(re.search(rf' {name}: ([\d.]+)', log).group(1)) == pytest.approx(first['metrics'][name], abs=1e-2)
     assert 0 < first['gates']['gates/density'] < 1

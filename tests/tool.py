@@ -1,5 +1,6 @@
 """The tools, in this process: quicker than as programs of their own"""
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -9,7 +10,7 @@ TOOLS = Path(__file__).parents[1] / 'tools'
 def load_tool(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, TOOLS / f'{name}.py')
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # (dataclasses look there)
     spec.loader.exec_module(module)
     return module
 
