@@ -25,7 +25,7 @@ class _GatedSegmentor(nn.Module):
     Args:
         gate_losses: Configs of the gate losses (`mmseg_plugin.losses`).
         count_macs: Count the MACs of each image in inference, for `MACsMetric`: they are put into the metainfo of its
-            data sample, as `macs` and `dense_macs`, decode heads included.
+            data sample, as `macs` and `dense_macs`, decode heads included. A compiled segmentor predicts eagerly then.
         **kwargs: As for mmseg's segmentor.
     """
 
@@ -56,9 +56,13 @@ class _GatedSegmentor(nn.Module):
 
     def predict(self, inputs: torch.Tensor, data_samples: Any = None) -> List[Any]:
         """As mmseg's; each result knows its MACs."""
-        if not self.count_macs:
-            return super().predict(inputs, data_samples)  # type: ignore[misc]
-        with MacCounter(self) as counter:
+        if self.count_macs:
+            return self._predict_counting(inputs, data_samples)
+        return super().predict(inputs, data_samples)  # type: ignore[misc]
+
+    @torch.compiler.disable  # of a compiled graph there is nothing to count
+    def _predict_counting(self, inputs: torch.Tensor, data_samples: Any) -> List[Any]:
+        with MacCounter(self, num_samples=len(inputs)) as counter:
             results = super().predict(inputs, data_samples)  # type: ignore[misc]
         macs = counter.macs()
         for result, used in zip(results, macs.per_sample.tolist(), strict=True):

@@ -3,7 +3,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from timm_gated import accelerate, gates, instruction_sets
+from timm_gated import MacCounter, accelerate, gates, instruction_sets
 
 BACKENDS = [('native', isa) for isa in instruction_sets()] + [('torch', None)]
 
@@ -21,8 +21,9 @@ def is_decided(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def check(model: nn.Module, x: torch.Tensor, backend: str, isa=None) -> None:
-    """Same outputs, image by image."""
-    expected = model(x)
+    """Same outputs and MACs, image by image."""
+    with MacCounter(model) as counter:
+        expected = model(x)
     assert is_decided(model)
     fast = accelerate(model, backend, isa)
     assert fast.backend == backend
@@ -34,3 +35,5 @@ def check(model: nn.Module, x: torch.Tensor, backend: str, isa=None) -> None:
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
         scale = theirs.abs().max().clamp(min=1) if theirs.numel() else 1
         torch.testing.assert_close(ours / scale, theirs / scale, atol=1e-4, rtol=0)
+    macs = fast.run_with_macs(x)[1]
+    assert macs.dense == counter.macs().dense and torch.equal(macs.per_sample, counter.macs().per_sample)

@@ -44,12 +44,16 @@ def all_runners(program: Program) -> list:
 
 def run_everywhere(program: Program, x: torch.Tensor, expected: torch.Tensor, threads: int = 1) -> None:
     scale = expected.nan_to_num().abs().max().clamp(min=1)  # (what is added up on the way is about one)
+    opened = [SlicedRunner(program).run_together(image[None]).opened for image in x]
+    num_open = torch.zeros(len(x), program.num_gates, dtype=torch.int32)
     for runner in all_runners(program):
         torch.set_num_threads(threads)
         try:
-            actual, = runner(x)
+            actual, = runner(x, num_open)
         finally:
             torch.set_num_threads(1)
+        for found, gates in zip(num_open, opened, strict=True):
+            assert {gate: int(found[gate]) for gate in gates} == {gate: len(kept) for gate, kept in gates.items()}
         torch.testing.assert_close(
             actual / scale, expected / scale, atol=2e-5, rtol=0, equal_nan=True,
             msg=lambda text, runner=runner: f'{getattr(runner, "isa", "torch")}: {text}')

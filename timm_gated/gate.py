@@ -19,6 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from timm.models import register_notrace_module
 from timm.utils import unwrap_model
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from .checks import check_number
 from .installation import install
@@ -26,7 +27,7 @@ from .precision import autocasts, full_precision
 
 __all__ = [
     'ChannelGate', 'Gate', 'GatePool', 'Gating', 'apply_gate', 'binary_concrete', 'force_gates', 'gates',
-    'is_exporting', 'set_gate_noise', 'two_layers',
+    'is_exporting', 'report_decision', 'set_gate_noise', 'two_layers',
 ]
 
 
@@ -69,6 +70,12 @@ def two_layers(x: torch.Tensor, fc1: nn.Module, bn: nn.Module, fc2: nn.Module) -
 def is_exporting() -> bool:
     """Whether this is an export. (A function to be called, not traced: torch 2.9 takes any compilation for one.)"""
     return torch.compiler.is_exporting()
+
+
+def report_decision(gate: 'Gate', mask: torch.Tensor) -> None:
+    """Tell what a gate decides to the `TorchFunctionMode`s of this thread, `MacCounter` for one; else do nothing."""
+    if has_torch_function_unary(mask):
+        handle_torch_function(report_decision, (mask,), gate, mask)
 
 
 class Gating(nn.Module):
@@ -185,6 +192,7 @@ class Gate(Gating):
             mask = self.decide(logits)
         if not is_exporting():  # an exported graph has no modules to keep state on
             self.logits, self.mask = logits, mask
+            report_decision(self, mask)
         weights = self.weigh(mask, logits)
         return F.pad(weights, (0, self.num_ungated), value=1.) if self.num_ungated else weights
 

@@ -9,7 +9,7 @@
 static _Thread_local char message[256];
 
 /* To be raised with any change of what is called from Python, which checks it. */
-API int tg_version(void) { return 2; }
+API int tg_version(void) { return 3; }
 
 API const char *tg_error(void) { return message; }
 

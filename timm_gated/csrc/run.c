@@ -350,7 +350,9 @@ static void copy_out(context_t *context, const op_t *op, const step_t *step, flo
         memcpy(out + c * pixels, context->sample->buffers[op->in] + c * step->in.plane, (size_t)pixels * sizeof *out);
 }
 
-static void run_sample(context_t *context, const float *image, float *const *outputs, int64_t index) {
+static void run_sample(
+    context_t *context, const float *image, float *const *outputs, int32_t *num_open, int64_t index
+) {
     const plan_t *plan = context->plan;
     const network_t *network = plan->network;
     ptrdiff_t pixels = (ptrdiff_t)plan->height * plan->width;
@@ -381,10 +383,17 @@ static void run_sample(context_t *context, const float *image, float *const *out
         }
         meet(context);
     }
+    if (num_open && context->thread == 0)
+        for (int g = 0; g < network->num_gates; g++)
+            num_open[index * network->num_gates + g] = context->sample->num_open[g];
 }
 
-/* Images [count][channels][height][width] through the network; output i is [count][channels][height][width] too. */
-API int tg_run(workspace_t *workspace, const float *images, int64_t count, float *const *outputs, int num_outputs) {
+/* Images [count][channels][height][width] through the network; output i is [count][channels][height][width] too. The
+ * channels that each gate had open go to num_open, [count][gates], unless that is NULL. */
+API int tg_run(
+    workspace_t *workspace, const float *images, int64_t count, float *const *outputs, int num_outputs,
+    int32_t *num_open
+) {
     const plan_t *plan = workspace->plan;
     const network_t *network = plan->network;
     int expected = 0;
@@ -411,11 +420,11 @@ API int tg_run(workspace_t *workspace, const float *images, int64_t count, float
 #endif
         for (int64_t n = 0; n < alone; n++) {
             context_t context = {plan, &workspace->samples[thread], &workspace->threads[thread], 0, 1};
-            run_sample(&context, images + n * image, outputs, n);
+            run_sample(&context, images + n * image, outputs, num_open, n);
         }
         for (int64_t n = alone; n < count; n++) {
             context_t context = {plan, &workspace->samples[0], &workspace->threads[thread], thread, threads};
-            run_sample(&context, images + n * image, outputs, n);
+            run_sample(&context, images + n * image, outputs, num_open, n);
         }
     }
     return 0;

@@ -12,9 +12,12 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
+from torch.overrides import has_torch_function_unary
 
+from ..macs import MacCounter, Macs, ModuleMacs, run_and_report
+from .cost import ProgramCost
 from .native import NativeRunner, why_not
-from .program import Trunk, compile_trunk, find_trunk
+from .program import Trunk, check_images, compile_trunk, find_trunk
 from .sliced import SlicedRunner
 
 __all__ = ['Accelerated', 'accelerate']
@@ -34,6 +37,7 @@ class Accelerated(nn.Module):
         program = compile_trunk(parts.modules)
         self.backend = backend
         self._assemble = parts.assemble
+        self._cost = ProgramCost(program)
         self.runner: Union[NativeRunner, SlicedRunner] = (
             NativeRunner(program, isa) if backend == 'native' else SlicedRunner(program))
         self.head = copy.deepcopy(parts.head)
@@ -52,16 +56,54 @@ class Accelerated(nn.Module):
     @torch.no_grad()
     def forward_features(self, x: torch.Tensor) -> Any:
         """As the network's own: the last map, or the features of a features_only network."""
+        if has_torch_function_unary(x):  # somebody counts
+            return run_and_report(self, x)[0]
         return self._assemble(self.runner(x))
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor) -> Any:
-        features = self.forward_features(x)
+        return self._finish(self.forward_features(x), x.dtype)
+
+    def _finish(self, features: Any, dtype: torch.dtype) -> Any:
         if self.head is None:
             return features
-        if self.backend == 'torch' or x.dtype == torch.float32:
+        if self.backend == 'torch' or dtype == torch.float32:
             return self.head(features)
-        return self.head(features.float()).to(x.dtype)  # as the trunk: in float32, whatever the images are
+        return self.head(features.float()).to(dtype)  # as the trunk: in float32, whatever the images are
+
+    def run_with_cost(self, x: torch.Tensor) -> Tuple[Any, ModuleMacs]:
+        """As `forward_features`, with the MACs."""
+        num_open = torch.empty(len(x), self._cost.num_gates, dtype=torch.int32, device='cpu')
+        features = self._assemble(self.runner(x, num_open))
+        cost = self._cost.at(*x.shape[2:])
+        return features, ModuleMacs(cost.dense, cost.used(num_open).to(x.device))
+
+    @torch.no_grad()
+    def run_with_macs(self, x: torch.Tensor) -> Tuple[Any, Macs]:
+        """As `forward`, with the MACs of each image by what its gates decided. Threads may share the network.
+
+        Args:
+            x: A batch of images.
+
+        Example:
+            >>> output, macs = fast.run_with_macs(images)
+            >>> macs.per_sample, macs.share
+        """
+        check_images(x, self._cost.in_channels)
+        cost = self._cost.at(*x.shape[2:])
+        if cost.whole is None:  # the first time, to learn what the head costs
+            with MacCounter(self) as counter:
+                output = self(x)
+            macs = counter.macs()
+            if len(x):
+                cost.whole = macs
+            return output, macs
+        features, trunk = self.run_with_cost(x)
+        by_module = {
+            name: ModuleMacs(part.dense, torch.full_like(trunk.per_sample, part.dense)) if name else trunk
+            for name, part in cost.whole.by_module.items()}
+        per_sample = trunk.per_sample + (cost.whole.dense - trunk.dense)
+        return self._finish(features, x.dtype), Macs(cost.whole.dense, per_sample, by_module, cost.whole.uncounted)
 
 
 def accelerate(model: nn.Module, backend: str = 'auto', isa: Optional[str] = None) -> nn.Module:

@@ -26,7 +26,7 @@ class _Int:
         return c_int(min(max(value, -2 ** 31), 2 ** 31 - 1))
 
 
-_VERSION = 2  # of the library's functions
+_VERSION = 3  # of the library's functions
 _SIGNATURES: Dict[str, Tuple[Any, List[Any]]] = {
     'tg_version': (c_int, []),
     'tg_error': (c_char_p, []),
@@ -45,7 +45,7 @@ _SIGNATURES: Dict[str, Tuple[Any, List[Any]]] = {
     'tg_plan_output': (c_int, [c_void_p, _Int, POINTER(c_int)]),
     'tg_workspace_new': (c_void_p, [c_void_p, _Int, _Int]),
     'tg_workspace_free': (None, [c_void_p]),
-    'tg_run': (c_int, [c_void_p, c_void_p, c_int64, POINTER(c_void_p), _Int]),
+    'tg_run': (c_int, [c_void_p, c_void_p, c_int64, POINTER(c_void_p), _Int, c_void_p]),
 }
 
 
@@ -121,7 +121,7 @@ class _Plan:
             self.outputs.append(tuple(size))
         self._idle: Dict[int, List[Tuple[int, _Handle]]] = {}  # by threads: how many samples at a time, and the memory
 
-    def run(self, images: torch.Tensor, threads: int) -> List[torch.Tensor]:
+    def run(self, images: torch.Tensor, threads: int, num_open: Optional[torch.Tensor]) -> List[torch.Tensor]:
         library = _get()
         count = images.shape[0]
         if count == 0:
@@ -138,7 +138,9 @@ class _Plan:
                 library.tg_workspace_new(self.handle.pointer, samples, threads), library.tg_workspace_free, self.handle)
         results = self._results(count)
         pointers = (c_void_p * len(results))(*(result.data_ptr() for result in results))
-        status = library.tg_run(workspace.pointer, images.data_ptr(), count, pointers, len(results))
+        status = library.tg_run(
+            workspace.pointer, images.data_ptr(), count, pointers, len(results),
+            None if num_open is None else num_open.data_ptr())
         idle.append((samples, workspace))
         _check(None, status != 0)
         return results
@@ -208,8 +210,13 @@ class NativeRunner:
         raise TypeError('an accelerated network cannot be pickled; save the network it was made from.')
 
     @torch.compiler.disable
-    def __call__(self, images: torch.Tensor) -> List[torch.Tensor]:
-        """Run a batch; returns the maps that the program hands out."""
+    def __call__(self, images: torch.Tensor, num_open: Optional[torch.Tensor] = None) -> List[torch.Tensor]:
+        """Run a batch; returns the maps that the program hands out.
+
+        Args:
+            images: The batch.
+            num_open: Gets the number of channels that each gate has open for each image, [N, gates], int32.
+        """
         if torch.jit.is_tracing():
             raise ValueError('an accelerated network cannot be traced; trace the network it was made from.')
         check_images(images, self._in_channels)
@@ -218,7 +225,7 @@ class NativeRunner:
                 f"the native backend runs on the CPU, but the images are on '{images.device}'; use backend='torch'.")
         dtype = images.dtype
         images = _floats(images)
-        results = self._plan(*images.shape[2:]).run(images, torch.get_num_threads())
+        results = self._plan(*images.shape[2:]).run(images, torch.get_num_threads(), num_open)
         return [result.to(dtype) for result in results]
 
     def _plan(self, height: int, width: int) -> _Plan:

@@ -42,13 +42,17 @@ class Conv:
 
 @dataclass
 class Gate:
-    """Decides from a pooled map which channels are open: two linear layers, a ReLU between them."""
+    """Decides from a pooled map which channels are open: two linear layers, a ReLU between them.
+
+    `macs` are those of the layers as the network has them, before anything was folded.
+    """
     source: int
     gate: int
     weight1: torch.Tensor
     bias1: torch.Tensor
     weight2: torch.Tensor
     bias2: torch.Tensor
+    macs: int = 0
 
 
 @dataclass
@@ -422,7 +426,8 @@ def _gate(gate: Any, source: int, number: int) -> Gate:
     # To the backends, filters without a gate are filters whose gate is always open.
     weight2 = torch.cat((weight2, weight2.new_zeros(gate.num_ungated, weight2.shape[1])))
     bias2 = torch.cat((bias2, bias2.new_ones(gate.num_ungated)))
-    return Gate(source, number, as_conv.weight[:, :, 0, 0], as_conv.bias, weight2, bias2)
+    macs = gate.fc1.weight.numel() + gate.fc2.weight.numel()
+    return Gate(source, number, as_conv.weight[:, :, 0, 0], as_conv.bias, weight2, bias2, macs)
 
 
 def _pool(module: Union[nn.MaxPool2d, nn.AvgPool2d], source: int, target: int) -> Pool:

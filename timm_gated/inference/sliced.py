@@ -27,12 +27,23 @@ class SlicedRunner(nn.Module):
         self._in_channels = program.in_channels
         self.steps = nn.ModuleList(_STEPS[type(op)](op) for op in program.ops)
 
-    def forward(self, images: torch.Tensor) -> List[torch.Tensor]:
-        """Run a batch; returns the maps that the program hands out."""
+    def forward(self, images: torch.Tensor, num_open: Optional[torch.Tensor] = None) -> List[torch.Tensor]:
+        """Run a batch; returns the maps that the program hands out.
+
+        Args:
+            images: The batch.
+            num_open: Gets the number of channels that each gate has open for each image, [N, gates], int32.
+        """
         check_images(images, self._in_channels)
         if len(images) == 0:
             return [maps[:0] for maps in self.run_together(images.new_zeros(1, *images.shape[1:])).outputs]
-        samples = [self.run_together(image[None]).outputs for image in images]
+        samples = []
+        for index, image in enumerate(images):
+            state = self.run_together(image[None])
+            samples.append(state.outputs)
+            if num_open is not None:
+                for gate, opened in state.opened.items():
+                    num_open[index, gate] = len(opened)
         return [torch.cat(maps) for maps in zip(*samples, strict=True)]
 
     def run_together(self, images: torch.Tensor) -> 'State':

@@ -1,0 +1,138 @@
+"""MACs of segmentors: against fvcore for heads that fold regions into the batch, and through mmseg's own machinery"""
+import copy
+from typing import Any, Dict
+
+import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+
+# isort: split
+import pytest
+import torch
+import torch.nn as nn
+from mmengine.config import ConfigDict
+from mmengine.dataset import pseudo_collate
+from mmengine.registry import DefaultScope
+from mmseg.registry import METRICS, MODELS
+from mmseg_small import TINY, tiny_samples
+from nets import images, shuffle
+from test_macs import fvcore_counts
+
+from timm_gated import MacCounter, accelerate, count_macs, force_gates
+
+HEAD: Dict[str, Any] = dict(
+    in_channels=64, in_index=3, channels=16, num_classes=5, norm_cfg=dict(type='BN'),
+    loss_decode=dict(type='CrossEntropyLoss'))
+SEGFORMER = dict(
+    backbone=dict(
+        type='MixVisionTransformer', embed_dims=8, num_layers=[1, 1, 1, 1], num_heads=[1, 2, 4, 8],
+        sr_ratios=[8, 4, 2, 1]),
+    decode_head=dict(type='SegformerHead', **dict(HEAD, in_channels=[8, 16, 32, 64], in_index=[0, 1, 2, 3])))
+
+
+def build(cfg: Dict[str, Any]) -> nn.Module:
+    cfg = dict(dict(test_cfg=ConfigDict(mode='whole')), **cfg)
+    with DefaultScope.overwrite_default_scope('mmseg'):
+        model = MODELS.build(cfg)
+    model.eval()
+    return model
+
+
+def with_resnet(*heads: Dict[str, Any]) -> Dict[str, Any]:
+    backbone = dict(
+        type='ResNetV1c', depth=18, base_channels=8, stem_channels=8, dilations=(1, 1, 2, 4), strides=(1, 2, 1, 1))
+    heads_cfg = [dict(HEAD, **head) for head in heads]
+    if len(heads) == 1:
+        return dict(type='EncoderDecoder', backbone=backbone, decode_head=heads_cfg[0])
+    return dict(type='CascadeEncoderDecoder', num_stages=2, backbone=backbone, decode_head=heads_cfg)
+
+
+def data(count: int = 2) -> Dict[str, Any]:
+    batch = pseudo_collate(tiny_samples(count))
+    for sample in batch['data_samples']:
+        sample.set_metainfo(dict(ori_shape=(16, 16), pad_shape=(16, 16), img_path=''))
+    return batch
+
+
+@torch.no_grad()
+def predict(model: nn.Module, count: int = 2) -> list:
+    return model.test_step(data(count))
+
+
+def tiny(**kwargs: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return shuffle(build(dict(TINY, data_preprocessor=dict(type='SegDataPreProcessor', size=(16, 16)), **kwargs)))
+
+
+@pytest.mark.parametrize('cfg, products', [
+    (with_resnet(dict(type='PSPHead')), set()),
+    (with_resnet(dict(type='ISAHead', isa_channels=8, down_factor=(4, 4))), {'matmul'}),
+    (with_resnet(dict(type='DMHead')), set()),  # convolutions with kernels computed from the image
+    (with_resnet(dict(type='FCNHead', concat_input=False), dict(type='OCRHead', ocr_channels=8)), {'matmul'}),
+    (dict(type='EncoderDecoder', **SEGFORMER), {'multi_head_attention_forward'}),
+], ids=['pspnet', 'isanet', 'dmnet', 'ocrnet', 'segformer'])
+def test_segmentors_agree_with_fvcore(cfg, products):
+    model, x = build(cfg), images(2, 3, 64, 64)
+    macs = count_macs(model, x)
+    reference = fvcore_counts(model, x)
+    assert 2 * macs.dense == reference['conv'] + reference['linear']
+    assert macs.per_sample.tolist() == [macs.dense] * 2 and set(macs.uncounted) == products
+
+
+def test_regions_of_a_head_are_no_images():
+    """In `predict`, where a segmentor calls its backbone and the layers of its head."""
+    head = dict(HEAD, type='ISAHead', in_channels=8, in_index=2, isa_channels=4, down_factor=(4, 4))
+    model = tiny(decode_head=head)
+    expected = count_macs(model, model.data_preprocessor(data())['inputs'])
+    assert [result.macs for result in predict(model)] == expected.per_sample.tolist()
+    with torch.no_grad(), MacCounter(model) as counter:
+        model.test_step(data())
+    assert torch.equal(counter.macs().per_sample, expected.per_sample)
+
+
+def test_crops_of_two_images():
+    model = tiny(test_cfg=ConfigDict(mode='slide', crop_size=(16, 8), stride=(16, 8)))
+    expected = sum(
+        count_macs(model, half).per_sample
+        for half in model.data_preprocessor(data())['inputs'].split(8, dim=3))
+    assert [result.macs for result in predict(model)] == expected.tolist() and expected[0] != expected[1]
+
+
+def test_a_compiled_segmentor_counts():
+    torch._dynamo.reset()
+    model = tiny()
+    expected = [(result.macs, result.dense_macs) for result in predict(model)]
+    model.forward = torch.compile(model.forward, backend='eager')  # as mmengine does
+    for _ in range(2):
+        assert [(result.macs, result.dense_macs) for result in predict(model)] == expected
+
+
+@pytest.mark.parametrize('backend', ['native', 'torch'])
+def test_accelerated_segmentor(backend):
+    model = tiny()
+    fast = accelerate(model, backend)
+    metrics = []
+    for network in (model, fast):
+        metric = METRICS.build(dict(type='MACsMetric'))
+        metric.process({}, [result.to_dict() for result in predict(network, 3)])
+        metrics.append((metric.results, metric.compute_metrics(metric.results)))
+    assert metrics[0] == metrics[1]
+    assert len({macs for macs, _ in metrics[1][0]}) > 1 and metrics[1][1]['MACs_share'] < 101
+
+
+def test_accelerated_segmentor_by_hand():
+    model = tiny()
+    with force_gates(model, 'closed'):
+        closed = accelerate(model)
+    with force_gates(model, 'open'):
+        opened = accelerate(model)
+    results = [predict(network)[0] for network in (closed, opened)]
+    stem, head = 9 * 3 * 8 * 256, 8 * 5 * 16
+    blocks = 2 * 9 * 64 * 256, 9 * 64 * 64 * 2, 9 * 64 * 16 * 2
+    shortcuts, gates = 0, 8 * (256 + 256 + 64) + 3 * 2 * 8 * 16
+    assert results[0].dense_macs == stem + head + sum(blocks) + shortcuts
+    assert [result.macs for result in results] == [
+        stem + head + shortcuts + gates, stem + head + shortcuts + gates + sum(blocks)]
+
+
+def test_copies_of_an_accelerated_segmentor_count():
+    fast = accelerate(tiny())
+    assert [r.macs for r in predict(copy.deepcopy(fast))] == [r.macs for r in predict(fast)]

@@ -1,0 +1,71 @@
+"""MACs of a call of torch, by the name of the operator
+
+Counted are convolutions, linear layers, recurrent layers and the projections of attention; products of matrices as such
+are known, but not counted.
+"""
+import inspect
+import math
+from typing import Any, Callable, Dict, Optional, Sequence
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ['MAC_RULES', 'PARTLY_COUNTED', 'POOLING']
+
+
+def _conv(output: torch.Tensor, /, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+    return output.numel() * math.prod(weight.shape[1:])
+
+
+def _conv_transpose(
+        output: torch.Tensor, /, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+    return input.numel() * math.prod(weight.shape[1:])
+
+
+def _linear(output: torch.Tensor, /, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+    return output.numel() * weight.shape[-1]
+
+
+def _applied(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
+    """Of matrices that are applied to every feature vector."""
+    return x.numel() // x.shape[-1] * sum(weight.numel() for weight in weights if weight.ndim == 2)
+
+
+def _rnn(output: Any, /, input: torch.Tensor, *args: Any) -> int:
+    return _applied(input, next(arg for arg in args if isinstance(arg, list)))
+
+
+def _rnn_cell(output: Any, /, input: torch.Tensor, hx: Any, *weights: Any) -> int:
+    return _applied(input, weights[:2])
+
+
+def _attention(output: Any, /, *args: Any, **kwargs: Any) -> int:
+    call = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
+    if call.get('use_separate_proj_weight'):
+        weights = [call[f'{name}_proj_weight'] for name in 'qkv']
+    else:
+        weights = call['in_proj_weight'].chunk(3)
+    inputs = call['query'], call['key'], call['value'], call['query']
+    return sum(_applied(x, [weight]) for x, weight in zip(inputs, (*weights, call['out_proj_weight']), strict=True))
+
+
+def _uncounted(output: Any, /, *args: Any, **kwargs: Any) -> None:
+    return None
+
+
+# From what an operator gave and what it was called with. None is for products that do not count.
+MAC_RULES: Dict[str, Callable[..., Optional[int]]] = {
+    **{f'conv{n}d': _conv for n in (1, 2, 3)},
+    **{f'conv_transpose{n}d': _conv_transpose for n in (1, 2, 3)},
+    'deform_conv2d': _conv,
+    'linear': _linear,
+    **dict.fromkeys(('lstm', 'gru', 'rnn_tanh', 'rnn_relu'), _rnn),
+    **dict.fromkeys(('lstm_cell', 'gru_cell', 'rnn_tanh_cell', 'rnn_relu_cell'), _rnn_cell),
+    'multi_head_attention_forward': _attention,
+    **dict.fromkeys((
+        'scaled_dot_product_attention', 'matmul', '__rmatmul__', 'linalg_matmul', 'mm', 'addmm', 'addmm_', 'bmm',
+        'addbmm', 'addbmm_', 'baddbmm', 'baddbmm_', 'mv', 'addmv', 'addmv_', 'inner', 'einsum', 'tensordot', 'bilinear',
+        'chain_matmul', 'linalg_multi_dot', 'conv_tbc', 'convolution'), _uncounted),
+}
+PARTLY_COUNTED = {'multi_head_attention_forward'}  # (its projections)
+POOLING = {'mean', *(f'{kind}avg_pool{n}d' for kind in ('', 'adaptive_') for n in (1, 2, 3))}
