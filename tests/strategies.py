@@ -1,10 +1,10 @@
 """What the tests of properties draw: priors, networks, masks of gates, sizes"""
-import os
 from typing import Any, Dict
 
 import timm
 import torch
 import torch.nn as nn
+from effort import TIMES
 from hypothesis import settings
 from hypothesis import strategies as st
 from nets import is_bottleneck, is_imagenet, shuffle
@@ -13,14 +13,12 @@ from timm_gated import gates
 from timm_gated.narrow import gated_channels, inner_channels, narrow_maps
 from timm_gated.priors import Beta, Mixture, Normal, Prior, RelaxedBernoulli, Uniform
 
-_TIMES = int(os.environ.get('EXAMPLES_TIMES', '1'))
-
 seeds = st.integers(0, 10**6)
 
 
 def examples(count: int) -> settings:
     """So many examples, the same in every run (see conftest.py); EXAMPLES_TIMES=10 in the environment is ten times."""
-    return settings(max_examples=count * _TIMES, deadline=None)
+    return settings(max_examples=count * TIMES, deadline=None)
 
 
 def _shapes(least: float) -> st.SearchStrategy[float]:

@@ -3,14 +3,15 @@ import subprocess
 import sys
 
 from PIL import Image
+from sklearn import datasets
 from tool import TOOLS, load_tool
 
 
 def test_demo(tmp_path, monkeypatch, capsys):
     demo = load_tool('demo')
     monkeypatch.chdir(tmp_path)
-    x, y = demo.load_digits(return_X_y=True)
-    monkeypatch.setattr(demo, 'load_digits', lambda return_X_y: (x[:400], y[:400]))  # all of them take long
+    x, y = datasets.load_digits(return_X_y=True)
+    monkeypatch.setattr(datasets, 'load_digits', lambda return_X_y: (x[:400], y[:400]))  # all of them take long
     demo.main(['--epochs', '3', '--batch-size', '32', '--output', 'out'])
     printed = capsys.readouterr()
     assert 'gated_resnet20: 100%' in printed.err

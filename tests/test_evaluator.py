@@ -69,7 +69,7 @@ def test_figures_are_those_of_count_macs(name):
     metrics = validate(make_task(model), batches)
     assert list(metrics) == ['loss', 'top1', 'top5', 'macs_share', 'gate_density']
     assert reported(metrics) == pytest.approx(expected(model, *batches))
-    assert 0 < metrics['macs_share'] < 2 and 0 < metrics['gate_density'] < 1
+    assert metrics['macs_share'] > 0 and 0 < metrics['gate_density'] < 1
 
 
 def test_repeated_images_of_a_sampler_do_not_count():

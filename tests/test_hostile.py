@@ -1,4 +1,4 @@
-"""Checkpoints and configs of strangers: a thousand mutations of each are loaded whole, or refused with an error
+"""Checkpoints and configs of strangers: mutations of each are loaded whole, or refused with an error
 
 Loading goes on in a process of its own (tests/hostile_worker.py), so that a crash, a hang or a huge allocation is seen,
 and told with the number of its mutation: `mutate(kind, number, good)` in tests/mutations.py makes it again.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from effort import TIMES
 from hostile_worker import FILES, NET
 from hub_client import make
 from huggingface_hub.errors import HTTPError
@@ -22,7 +23,7 @@ from mutations import mutate
 from timm_gated import save_pretrained
 from timm_gated.files import explained
 
-COUNT = 1000
+COUNT = 200 * TIMES
 ERROR = tuple(  # names of Python's exceptions and of those of torch, safetensors, json and struct
     f'{name}:' for name in (*vars(builtins), 'UnpicklingError', 'SafetensorError', 'JSONDecodeError', 'error'))
 

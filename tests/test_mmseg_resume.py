@@ -4,6 +4,7 @@ from typing import Any, Dict
 
 import pytest
 import torch
+from effort import TIMES
 from killing import Kill, assert_equal, live, random_kills, was_killed
 from mmengine.runner import CheckpointLoader
 from mmseg_resume_worker import train
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from mmseg_plugin.compat import history_allowed
 from timm_gated.installation import install
 
-KILLS = 20
+KILLS = 6 * TIMES
 ITERS = 8 + 4 * KILLS
 # Crops are drawn before any hook can seed them: none here. Checkpoints are small, and written often.
 CONFIG = f"""

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import mmseg_plugin  # noqa: F401  (before anything of mmseg)
 
@@ -16,11 +17,12 @@ from forked import run_script
 from mmseg.apis import init_model
 from mmseg_small import write_config
 from safetensors.torch import load_file
+from tool import run_tool
 
 TOOLS = Path(mmseg.__file__).parent / '.mim' / 'tools'
 
 
-def run(folder: Path, *command: str) -> str:
+def run(folder: Path, *command: Any) -> str:
     """Run a script in a folder, as mmengine puts what processes tell each other, `.dist_test`, into the current one."""
     env = dict(os.environ, OMP_NUM_THREADS='1')
     done = subprocess.run(
@@ -29,7 +31,7 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout + done.stderr
 
 
-def run_forked(folder: Path, script: Path, *args: str, processes: int = 1) -> str:
+def run_forked(folder: Path, script: Path, *args: Any, processes: int = 1) -> str:
     done = run_script(script, *args, cwd=folder, processes=processes)
     assert done.returncode == 0, done.output[-6000:]
     return done.output
@@ -42,13 +44,13 @@ def scalars(work_dir: Path) -> list:
 
 def test_train_resume_test(tmp_path):
     config, work_dir = str(write_config(tmp_path)), tmp_path / 'work'
-    common = (str(TOOLS / 'train.py'), config, '--work-dir', str(work_dir))
+    common = (TOOLS / 'train.py', config, '--work-dir', work_dir)
 
     log = run(tmp_path, *common, '--cfg-options', 'train_cfg.max_iters=2')
     assert re.search(r'mIoU: [\d.]+.*GMACs: [\d.]+ .*MACs_share: [\d.]+', log)
     assert 'Gates: gates/density' in log and 'gates/layer4/always_off' in log
 
-    run(tmp_path, *common, '--resume', '--cfg-options', 'train_cfg.max_iters=4')
+    run_forked(tmp_path, *common, '--resume', '--cfg-options', 'train_cfg.max_iters=4')
     steps = [entry for entry in scalars(work_dir) if 'loss_batch_shaping' in entry]
     weights = {entry['step']: entry['weight_batch_shaping'] for entry in steps}
     assert weights == pytest.approx({1: 0.2, 2: 0.15, 3: 0.1, 4: 0.05})  # as if it had never stopped
@@ -58,14 +60,13 @@ def test_train_resume_test(tmp_path):
         assert entry['loss'] == pytest.approx(parts, rel=1e-4)
     assert any('gates/layer1/conditional' in entry for entry in scalars(work_dir))
 
-    log = run(tmp_path, str(TOOLS / 'test.py'), config, str(work_dir / 'iter_4.pth'), '--work-dir', str(work_dir))
+    log = run_forked(tmp_path, TOOLS / 'test.py', config, work_dir / 'iter_4.pth', '--work-dir', work_dir)
     share = float(re.search(r'MACs_share: ([\d.]+)', log).group(1))
     assert 20 < share < 101 and 'aAcc' in log
 
     # The same checkpoint, which holds the history of the log, for inference and for timm.
     model = init_model(config, str(work_dir / 'iter_4.pth'), device='cpu')
-    convert = Path(__file__).parents[1] / 'tools' / 'convert_checkpoint.py'
-    run(tmp_path, str(convert), '--to', 'timm', str(work_dir / 'iter_4.pth'), 'timm.safetensors')
+    run_tool('convert_checkpoint', '--to', 'timm', work_dir / 'iter_4.pth', tmp_path / 'timm.safetensors')
     converted = load_file(tmp_path / 'timm.safetensors')
     assert torch.equal(converted['layer1.0.gate1.fc1.weight'], model.backbone.layer1[0].gate1.fc1.weight)
 

@@ -78,7 +78,7 @@ def uninterrupted(tmp_path_factory) -> Training:
     return training
 
 
-def test_killed_twenty_times(uninterrupted, tmp_path):
+def test_killed(uninterrupted, tmp_path):
     training = Training('gated_resnet20', tmp_path / 'run', epochs=24)
     cut = []
     for kill in random_kills(seed=0, number=20, max_steps=2 * STEPS - 1, max_delay=0.1, sizes=range(30000)):
