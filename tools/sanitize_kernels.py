@@ -49,14 +49,15 @@ def main() -> int:
             'UBSAN_OPTIONS': 'print_stacktrace=1:abort_on_error=1',
             'PYTHONPATH': f'{scratch}{os.pathsep}{ROOT}',
         }
-        # From the temporary folder, so that the copy of the package is the one imported. Make sure of it.
-        check = f'import timm_gated._native as m; assert m.__file__ == {str(library)!r}, m.__file__'
-        subprocess.run([sys.executable, '-c', check], cwd=scratch, env=environment, check=True)
         tests = [str(ROOT / 'tests' / name) for name in args.tests]
         # What C writes is not captured: pytest would not come to show the report that ended it.
-        command = [sys.executable, '-m', 'pytest', '-c', str(ROOT / 'pyproject.toml'), '--rootdir', str(ROOT), '-p',
-                   'no:cacheprovider', '--capture=sys', '-k', 'not without_a_compiler', *tests, *of_pytest]
-        return subprocess.run(command, cwd=scratch, env=environment).returncode
+        command = ['-c', str(ROOT / 'pyproject.toml'), '--rootdir', str(ROOT), '-p', 'no:cacheprovider',
+                   '--capture=sys', '-k', 'not without_a_compiler', *tests, *of_pytest]
+        # From the temporary folder, so that the copy of the package is the one imported. Make sure of it.
+        program = (
+            f'import timm_gated._native as m; assert m.__file__ == {str(library)!r}, m.__file__\n'
+            f'import sys, pytest; sys.exit(pytest.main({command!r}))')
+        return subprocess.run([sys.executable, '-c', program], cwd=scratch, env=environment).returncode
 
 
 if __name__ == '__main__':
