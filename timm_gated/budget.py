@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 
 from .checks import check_number
-from .macs import MacCounter, MacFormula
+from .macs import MacCounter, MacFormula, run_apart
 from .objective import Objective, Step, Term, gate_masks
 
 __all__ = ['MacBudget', 'budget_loss', 'mac_formula']
@@ -49,7 +49,7 @@ def mac_formula(network: nn.Module, input_size: Tuple[int, ...]) -> MacFormula:
         module._forward_hooks.clear()
     dtype = next(network.parameters()).dtype
     with MacCounter(twin) as counter:
-        twin(torch.empty(1, *input_size, dtype=dtype, device='meta'))
+        run_apart(twin, torch.empty(1, *input_size, dtype=dtype, device='meta'))
     return counter.formula()
 
 

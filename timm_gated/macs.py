@@ -21,7 +21,9 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from .gate import Gate, Gating, gates, report_decision, unwrap
 from .mac_rules import MAC_RULES, PARTLY_COUNTED, POOLING
 
-__all__ = ['MacCounter', 'MacFormula', 'Macs', 'ModuleMacs', 'count_macs', 'evaluation_mode', 'run_and_report']
+__all__ = [
+    'MacCounter', 'MacFormula', 'Macs', 'ModuleMacs', 'count_macs', 'evaluation_mode', 'run_and_report', 'run_apart',
+]
 
 _CALL = nn.Module._call_impl.__code__  # what `module(...)` runs, with the arguments as they were given
 _WITHOUT_PRODUCTS = nn.Embedding, nn.EmbeddingBag, nn.LayerNorm
@@ -168,6 +170,8 @@ class MacCounter(TorchFunctionMode):
         """The innermost module of the model that is running; None if the model does not run."""
         frame: Optional[FrameType] = sys._getframe(1)  # (the locals of this frame would refer to the frame: a cycle)
         while frame is not None:
+            if frame.f_code is run_apart.__code__:
+                return None
             name = self._names.get(id(frame.f_locals.get('self')))
             if name is not None:
                 return name
@@ -294,8 +298,15 @@ class MacCounter(TorchFunctionMode):
 
     def _counted(self) -> Tuple[int, torch.device]:
         if self._batch is None:
-            raise RuntimeError('no MACs counted yet: run the model while the context lasts.')
+            raise RuntimeError(
+                'no MACs counted: the model did not run while the context lasted, or was run by code that torch does '
+                'not show, such as TorchScript.')
         return self._batch
+
+
+def run_apart(model: nn.Module, x: torch.Tensor) -> Any:
+    """Run a model for itself: it does not count as part of the model that may be running now."""
+    return model(x)
 
 
 def run_and_report(network: Any, x: torch.Tensor) -> Tuple[Any, ModuleMacs]:
