@@ -31,7 +31,7 @@ def check_everywhere(model: nn.Module, data: st.DataObject) -> None:
             check(model, x, backend, isa)
 
 
-@examples(150)
+@examples(80)
 @given(model=networks(NAMES), data=st.data())
 def test_networks(model, data):
     check_everywhere(model, data)

@@ -3,12 +3,11 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import timm
 import torch
+from forked import Done, run_script
 from mmseg_small import write_config
 from small_analysis import CLASSES, MODEL_KWARGS, make_net, write_images
 from tool import TOOLS, run_tool
@@ -18,10 +17,8 @@ from timm_gated import gates
 NET = ['--model', 'gated_resnet20', '--model-kwargs', 'layers=(1,1,1)', 'channels=(8,8,8)', '--num-classes', '7']
 
 
-def run(tool: str, *args) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(TOOLS / f'{tool}.py'), *map(str, args)]
-    env = dict(os.environ, OMP_NUM_THREADS='1')
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+def run(tool: str, *args) -> Done:
+    return run_script(TOOLS / f'{tool}.py', *args, cwd=TOOLS.parent)
 
 
 @pytest.fixture(scope='module')
@@ -64,16 +61,16 @@ def test_evaluate_and_tradeoff(data, checkpoints, tmp_path):
     done = run(
         'evaluate', *NET, '--checkpoint', checkpoints / 'gated.pth.tar', f'cifar_resnet20={checkpoints}/dense.pth.tar',
         '--data-dir', data, '--workers', '0', '--output', target)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.output[-3000:]
     gated, dense = json.loads(target.read_text())['results']
     assert gated['name'] == 'gated' and gated['num_gates'] == 24 and gated['macs_share'] < 1
     assert dense['model'] == 'cifar_resnet20' and dense['macs_share'] == 1 and dense['num_gates'] == 0
-    assert f'{gated["top1"]:.2f}' in done.stdout and 'no gates' in done.stdout
+    assert f'{gated["top1"]:.2f}' in done.output and 'no gates' in done.output
 
     done = run(
         'tradeoff', target.parent, '--published', 'imagenet', '--output', tmp_path / 'tradeoff', '--series', 'both=*')
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count('measured') == 2 and done.stdout.count('published') == 9
+    assert done.returncode == 0, done.output[-3000:]
+    assert done.output.count('measured') == 2 and done.output.count('published') == 9
     assert {path.name for path in tmp_path.iterdir()} == {'results', 'tradeoff.png', 'tradeoff.svg'}
 
 
@@ -81,7 +78,7 @@ def test_segmentation(tmp_path):
     config = write_config(tmp_path)
     done = run(
         'analyze_gates', '--mmseg-config', config, '--untrained', '--output', tmp_path / 'report', '--rare', '0.9')
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.output[-3000:]
     content = json.loads((tmp_path / 'report' / 'gates.json').read_text())
     result, = content['results']
     assert result['num_samples'] == 3 and 0 <= result['pixel_accuracy'] <= 100 and 'top1' not in result
@@ -183,14 +180,14 @@ def test_prune(data, checkpoints, tmp_path, capsys):
     options = [
         *NET, '--checkpoint', checkpoints / 'gated.pth.tar', '--data-dir', tmp_path / 'images', '--workers', '0',
         '--batch-size', '16', '--threshold', '0.8']
-    done = run('prune', *options)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.splitlines()
+    assert run_tool('prune', *options) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
     assert re.fullmatch(r'layer1.0.gate1: \d dead.*, \d always on.*, \d conditional', lines[0])
-    listed = re.search(r'(\d) dead \(([\d, -]+)\)', done.stdout)
+    listed = re.search(r'(\d) dead \(([\d, -]+)\)', printed)
     count = sum(len(range(int(a), int(b or a) + 1)) for a, b in re.findall(r'(\d+)(?:-(\d+))?', listed.group(2)))
     assert int(listed.group(1)) == count
-    assert 'parameters' in done.stdout and 'Pruned network' not in done.stdout
+    assert 'parameters' in printed and 'Pruned network' not in printed
 
     assert run_tool('prune', *options, '--output', tmp_path / 'pruned') == 0
     pruned = timm.create_model(f'local-dir:{tmp_path / "pruned"}', pretrained=True)

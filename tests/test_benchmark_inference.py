@@ -1,12 +1,11 @@
 """The inference benchmark, as a user runs it, on small images"""
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+from forked import run_script
 from PIL import Image
 from tool import TOOLS, run_tool
 
@@ -19,17 +18,16 @@ def read_rows(output: Path) -> list:
 
 def test_table_figure_and_timings(tmp_path):
     output = tmp_path / 'bench'
-    done = subprocess.run(
-        [sys.executable, str(TOOLS / 'benchmark_inference.py'), *SMALL, '--keep', '0.5', '1', '--batch-sizes', '1',
-         '--dense-runtimes', 'eager', 'onnxruntime', 'openvino', '--output', str(output)],
-        capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_script(
+        TOOLS / 'benchmark_inference.py', *SMALL, '--keep', '0.5', '1', '--batch-sizes', '1', '--dense-runtimes',
+        'eager', 'onnxruntime', 'openvino', '--output', output, cwd=tmp_path)
+    assert done.returncode == 0, done.output[-3000:]
     assert {path.name for path in output.iterdir()} == {'table.txt', 'results.json', 'speed.png'}
-    assert (output / 'table.txt').read_text() in done.stdout
+    assert (output / 'table.txt').read_text() in done.output
     with Image.open(output / 'speed.png') as figure:
         assert figure.width > figure.height
     results = json.loads((output / 'results.json').read_text())
-    assert results['weights'] == 'random (untrained)' and 'weights: random (untrained)' in done.stdout
+    assert results['weights'] == 'random (untrained)' and 'weights: random (untrained)' in done.output
     assert {'cpu', 'cores', 'kernels', 'torch', 'openvino'} <= set(results['machine'])
     rows = results['rows']
     assert len(rows) == 3 + 2 * 3
@@ -37,7 +35,7 @@ def test_table_figure_and_timings(tmp_path):
         assert len(row['times']) == 2 and min(row['times']) > 0
     macs = {row['keep']: row['gmacs'] for row in rows if row['runtime'] != 'masked'}
     assert macs[0.5] < 0.6 * macs[1.0] and macs[1.0] == pytest.approx(macs[None], rel=0.01)
-    native = next(line.split() for line in done.stdout.splitlines() if line.startswith('gated_resnet18  native'))
+    native = next(line.split() for line in done.output.splitlines() if line.startswith('gated_resnet18  native'))
     assert native[2:4] == ['50', '%'] and native[-1] == '%'
 
 

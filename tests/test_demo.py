@@ -1,7 +1,5 @@
 """The quick start ends with its table and its figure, and leaves nothing else"""
-import subprocess
-import sys
-
+from forked import run_script
 from PIL import Image
 from sklearn import datasets
 from tool import TOOLS, load_tool
@@ -26,7 +24,6 @@ def test_demo(tmp_path, monkeypatch, capsys):
     assert {path.name for path in tmp_path.rglob('*')} == {'out', 'gates.png', 'table.txt'}
 
 
-def test_too_few_epochs():
-    command = [sys.executable, str(TOOLS / 'demo.py'), '--epochs', '2']
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and 'at least 3' in done.stderr
+def test_too_few_epochs(tmp_path):
+    done = run_script(TOOLS / 'demo.py', '--epochs', '2', cwd=tmp_path)
+    assert done.returncode == 2 and 'at least 3' in done.output

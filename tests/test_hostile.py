@@ -6,15 +6,12 @@ and told with the number of its mutation: `mutate(kind, number, good)` in tests/
 import builtins
 import errno
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from effort import TIMES
+from forked import run_script
 from hostile_worker import FILES, NET
 from hub_client import make
 from huggingface_hub.errors import HTTPError
@@ -46,12 +43,9 @@ def test_mutations(kind, folder, tmp_path):
     if kind == 'pickle':
         use_pickle(folder)
     report = tmp_path / 'report'
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name('hostile_worker.py'), kind, str(COUNT), report], cwd=folder,
-        capture_output=True, text=True, env=dict(os.environ, OMP_NUM_THREADS='1'))
+    done = run_script(Path(__file__).with_name('hostile_worker.py'), kind, COUNT, report, cwd=folder)
     lines = [json.loads(line) for line in report.read_text().splitlines()]
-    ended = signal.Signals(-done.returncode).name if done.returncode < 0 else done.returncode
-    assert not done.returncode, f'{ended} at {lines[-1:]}: {done.stderr[-2000:]}'
+    assert not done.returncode, f'ended with {done.returncode} at {lines[-1:]}: {done.output[-2000:]}'
     outcomes = list(zip(lines[::2], lines[1::2], strict=True))
     assert {index for (index, _, _), _ in outcomes} == set(range(COUNT))
     wrong = [

@@ -1,7 +1,5 @@
 """Accelerated networks under load: many inferences, a large image, too little memory"""
 import resource
-import subprocess
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, Dict
@@ -13,7 +11,7 @@ import timm
 import torch
 from accelerated import check, images, is_decided
 from effort import TIMES
-from forked import CONTEXT
+from forked import CONTEXT, run_script
 from mmengine.config import Config
 from mmengine.registry import DefaultScope
 from mmseg.registry import MODELS
@@ -32,14 +30,12 @@ def memory(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f'{key}:'))
 
 
-def test_thousands_of_inferences():
+def test_thousands_of_inferences(tmp_path):
     """In a process of their own: there, nothing was freed before that could hide what they take."""
     tool = Path(__file__).parents[1] / 'tools' / 'soak_inference.py'
-    done = subprocess.run(
-        [sys.executable, str(tool), '--backend', 'native', '--count', str(COUNT)], capture_output=True, text=True,
-        timeout=1800)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f'{COUNT} inferences: 0 outputs changed' in done.stdout
+    done = run_script(tool, '--backend', 'native', '--count', COUNT, cwd=tmp_path)
+    assert done.returncode == 0, done.output
+    assert f'{COUNT} inferences: 0 outputs changed' in done.output
 
 
 def forget_peak() -> None:

@@ -165,7 +165,7 @@ def skips(name: str, seed: int, batch_size: int, **kwargs) -> bool:
     ('fbs_resnet20', dict())])
 def test_no_step_is_skipped(name, options):
     """Neither of the dense network nor of a gated one, though gradients are the larger the smaller a batch is."""
-    assert [seed for seed in range(12) if skips(name, seed, batch_size=4, layers=(1, 1, 1), **options)] == []
+    assert [seed for seed in range(6) if skips(name, seed, batch_size=4, layers=(1, 1, 1), **options)] == []
 
 
 @pytest.mark.parametrize('name', ['cifar_resnet20', 'gated_resnet20'])

@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
+from effort import TIMES
 from killing import Kill, Life, assert_equal, live, random_kills, was_killed
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -23,6 +24,8 @@ from timm_resume_worker import RECOVERY_INTERVAL, STEPS, train
 from timm_gated.cut_checkpoints import is_cut, protect_timm_checkpoints, whole_checkpoints
 from timm_gated.snapshots import load_snapshots
 
+KILLS = 10 * TIMES
+EPOCHS = 2 + KILLS  # more than a life of a training gets to the end of
 TINY: Dict[str, Any] = dict(layers=(1, 1, 1), channels=(4, 4, 4))
 RUNS: Dict[str, Dict[str, Any]] = {  # of all that has a schedule, a state or noise
     'gated_resnet20': dict(
@@ -73,15 +76,15 @@ def by_step(reports: List[Dict[str, Any]]) -> Dict[Any, Dict[str, Any]]:
 
 @pytest.fixture(scope='module')
 def uninterrupted(tmp_path_factory) -> Training:
-    training = Training('gated_resnet20', tmp_path_factory.mktemp('whole') / 'run', epochs=24)
+    training = Training('gated_resnet20', tmp_path_factory.mktemp('whole') / 'run', epochs=EPOCHS)
     assert training.run().exitcode == 0
     return training
 
 
 def test_killed(uninterrupted, tmp_path):
-    training = Training('gated_resnet20', tmp_path / 'run', epochs=24)
+    training = Training('gated_resnet20', tmp_path / 'run', epochs=EPOCHS)
     cut = []
-    for kill in random_kills(seed=0, number=20, max_steps=2 * STEPS - 1, max_delay=0.1, sizes=range(30000)):
+    for kill in random_kills(seed=0, number=KILLS, max_steps=2 * STEPS - 1, max_delay=0.1, sizes=range(30000)):
         assert was_killed(training.run(training.last(), kill))
         if kill.size is not None:
             cut += [path.name for path in training.folder.glob('*.pth.tar') if is_cut(path)]
@@ -89,12 +92,12 @@ def test_killed(uninterrupted, tmp_path):
     assert training.run(training.last()).exitcode == 0
 
     whole = by_step(uninterrupted.reports)
-    assert len(whole) == 24 * STEPS and len(training.reports) > len(whole)
+    assert len(whole) == EPOCHS * STEPS and len(training.reports) > len(whole)
     for report in training.reports:
         assert report == whole[report['epoch'], report['step']]
     assert_equal(training.result(), uninterrupted.result())
     mine, other = (load_snapshots(run.folder / 'gates') for run in (training, uninterrupted))
-    assert (mine.counts == other.counts).all() and mine.epochs.tolist() == list(range(24))
+    assert (mine.counts == other.counts).all() and mine.epochs.tolist() == list(range(EPOCHS))
 
 
 @pytest.mark.parametrize('name', sorted(set(RUNS) - {'gated_resnet20'}))
@@ -111,7 +114,7 @@ def test_other_methods(name, tmp_path):
 
 def test_recovery_checkpoints(uninterrupted, tmp_path):
     """timm goes on from them with the next epoch, so the parameters are others; all schedules are the same."""
-    training = Training('gated_resnet20', tmp_path / 'run', epochs=24)
+    training = Training('gated_resnet20', tmp_path / 'run', epochs=EPOCHS)
     within_first_checkpoint = Kill(STEPS, size=0)
     assert was_killed(training.run(kill=within_first_checkpoint))
     assert training.newest() == training.folder / f'recovery-0-{RECOVERY_INTERVAL - 1}.pth.tar'
@@ -121,7 +124,7 @@ def test_recovery_checkpoints(uninterrupted, tmp_path):
     whole = by_step(uninterrupted.reports)
     for report in training.reports:
         assert {**report, 'loss': None} == {**whole[report['epoch'], report['step']], 'loss': None}
-    assert training.result()['task_state'] == uninterrupted.result()['task_state'] == {'gate_epoch': 23}
+    assert training.result()['task_state'] == uninterrupted.result()['task_state'] == {'gate_epoch': EPOCHS - 1}
 
 
 def test_the_last_checkpoint_stays_until_the_next_is_there(tmp_path, monkeypatch):

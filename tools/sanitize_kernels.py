@@ -32,7 +32,7 @@ def main() -> int:
         library = package / f'_native{sysconfig.get_config_var("EXT_SUFFIX")}'
         sources = map(str, sorted((package / 'csrc').glob('*.c')))
         subprocess.run([
-            compiler, '-std=gnu11', '-O1', '-g', '-fno-omit-frame-pointer',
+            compiler, '-std=gnu11', '-O0', '-g', '-fno-omit-frame-pointer',
             '-fsanitize=address,undefined,float-divide-by-zero,float-cast-overflow', '-fno-sanitize-recover=all',
             '-DWINOGRAD_FLOATS=4096', '-fopenmp', '-shared', '-fPIC',
             '-Wall', '-Wextra', '-Werror',
