@@ -3,13 +3,22 @@ PYTHON ?= python3
 PIP_FLAGS ?= --quiet --progress-bar off --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test newest oldest alone lock bench sanitize clean
+.PHONY: help demo check test newest oldest alone lock bench sanitize clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
 
 demo: .venv/.installed ## run the demonstration, into output/demo
 	.venv/bin/python tools/demo.py --output output/demo
+
+# What a change is likely to break first
+CORE = $(addprefix tests/test_,gate.py blocks.py models.py losses.py priors.py schedules.py objective.py budget.py \
+	macs.py kernels.py forcing.py statistics.py protocol.py files.py)
+
+check: .venv/.installed ## lint, check the types and run the core tests, in less than two minutes
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/python -m pytest -n auto $(CORE)
 
 test: .venv/.installed ## lint, check the types and run the tests
 	.venv/bin/ruff check .
