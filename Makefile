@@ -12,8 +12,8 @@ demo: .venv/.installed ## run the demonstration, into output/demo
 	.venv/bin/python tools/demo.py --output output/demo
 
 # What a change is likely to break first
-CORE = $(addprefix tests/test_,gate.py blocks.py models.py losses.py priors.py schedules.py objective.py budget.py \
-	macs.py kernels.py forcing.py statistics.py protocol.py files.py)
+CORE = tests/utils tests/layers tests/loss $(addprefix tests/,models/test_models.py inference/test_kernels.py \
+	analysis/test_statistics.py project/test_rooms.py)
 
 check: .venv/.installed ## lint, check the types and run the core tests, in less than two minutes
 	.venv/bin/ruff check .
@@ -33,7 +33,7 @@ oldest: .venv-oldest/.installed ## run the tests with the oldest versions that a
 	.venv-oldest/bin/python -m pytest -n auto
 
 # Files of tests that need mmsegmentation, by their imports; the README has a snippet for it.
-NEED_MMSEG = tests/test_readme.py $(shell grep -lE '^(import|from) mm' tests/test_*.py)
+NEED_MMSEG = tests/project/test_readme.py $(shell grep -lE '^(import|from) mm' tests/*/test_*.py)
 
 alone: .venv-alone/.installed ## run the tests of timm_gated where mmsegmentation is not installed
 	.venv-alone/bin/python -m pytest -n auto $(NEED_MMSEG:%=--ignore=%)

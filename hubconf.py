@@ -10,7 +10,7 @@ from functools import wraps as _wraps
 import timm as _timm
 
 import timm_gated as _timm_gated  # noqa: F401  (registers the models)
-from timm_gated.zoo import entry_points as _entry_points
+from timm_gated.models import entry_points as _entry_points
 
 dependencies = ['torch', 'torchvision', 'timm', 'huggingface_hub', 'safetensors', 'yaml', 'numpy', 'tqdm']
 

@@ -15,9 +15,8 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import Runner, load_checkpoint
 from mmseg.registry import MODELS
 
-from timm_gated.analysis.sources import Data, note_untrained
-from timm_gated.files import explained
-from timm_gated.record import Outcome
+from timm_gated.analysis import Data, Outcome, note_untrained
+from timm_gated.utils import explained
 
 __all__ = ['create_segmentation', 'load_config', 'relabel', 'segmentation_outcome']
 

@@ -18,13 +18,23 @@ from mmseg.models.backbones.resnet import BasicBlock, Bottleneck, ResNet
 from mmseg.registry import MODELS
 from torch.utils.checkpoint import checkpoint
 
-from timm_gated.blocks import GatedConvs, check_maps, decide, switch
-from timm_gated.gate import ChannelGate, GatePool, gates
-from timm_gated.gated_net import check_incoming
-from timm_gated.inference.program import Trunk, register_forward, trunk
-from timm_gated.installation import install
-from timm_gated.narrow import Channels, gated_channels, inner_channels, narrow_maps
+from timm_gated.inference import Trunk, register_forward, trunk
+from timm_gated.layers import (
+    ChannelGate,
+    Channels,
+    GatedConvs,
+    GatePool,
+    check_maps,
+    decide,
+    gated_channels,
+    gates,
+    inner_channels,
+    narrow_maps,
+    switch,
+)
+from timm_gated.models import check_incoming
 from timm_gated.pruning import without_gates
+from timm_gated.utils import install
 
 __all__ = ['GatedResNet', 'GatedResNetV1c', 'GatedResNetV1d', 'SlimResNet', 'backbone_cfg']
 
@@ -135,7 +145,7 @@ class GatedResNet(ResNet):
         *args: As for mmseg's ResNet.
         gated_maps: Inner maps of the blocks that are gated, counted from 1; all of them by default.
         gate_cfg: Options of the gates: `hidden_channels`, `temperature`, `bias`.
-        inner_channels: Widths of the blocks' inner maps (see `timm_gated.narrow`), after pruning.
+        inner_channels: Widths of the blocks' inner maps (see `timm_gated.layers.narrow`), after pruning.
         gated_channels: How many of their channels have gates.
         **kwargs: As for mmseg's ResNet.
     """

@@ -34,11 +34,8 @@ from timm.models import (
 )
 from timm.models._hub import load_state_dict_from_path
 
-from timm_gated.cut_checkpoints import cut_explained, others_beside
-from timm_gated.files import explained, new_file
-from timm_gated.gated_net import rename_linear_head
-from timm_gated.installation import on_first_use
-from timm_gated.zoo import check_model_name, entry_points, list_weights
+from timm_gated.models import check_model_name, entry_points, list_weights, rename_linear_head
+from timm_gated.utils import cut_explained, explained, new_file, on_first_use, others_beside
 
 from .compat import history_allowed
 from .convert import timm_to_mmseg
@@ -52,7 +49,7 @@ _ADVICE = 'A training that was killed goes on from the newest of its own by --re
 
 @register_backend('timm_gated_local')
 class WholeFileBackend(LocalBackend):
-    """mmengine's files on this machine, each written whole or not at all; see `timm_gated.files.new_file`."""
+    """mmengine's files on this machine, each written whole or not at all; see `timm_gated.utils.new_file`."""
 
     def put(self, obj: bytes, filepath: Union[str, Path]) -> None:
         mkdir_or_exist(os.path.dirname(filepath))

@@ -13,9 +13,9 @@ from mmengine.runner import Runner
 from mmseg.registry import HOOKS
 
 from timm_gated import GateStatistics, gates
-from timm_gated.installation import install
-from timm_gated.schedules import check_epochs, linear_anneal, linear_warmup
-from timm_gated.statistics import check_threshold
+from timm_gated.analysis import check_threshold
+from timm_gated.loss import check_epochs, linear_anneal, linear_warmup
+from timm_gated.utils import install
 
 __all__ = ['GateLossScheduleHook', 'GateStatisticsHook']
 

@@ -11,11 +11,9 @@ import torch
 import torch.nn as nn
 from mmseg.registry import MODELS
 
-from timm_gated.checks import check_number
-from timm_gated.distributed import gather_batch
-from timm_gated.losses import batch_shaping_loss, check_reduction, l0_loss
-from timm_gated.objective import FeatureShaping, gate_logits
-from timm_gated.priors import create_prior
+from timm_gated.layers import gate_logits
+from timm_gated.loss import FeatureShaping, batch_shaping_loss, check_reduction, create_prior, l0_loss
+from timm_gated.utils import check_number, gather_batch
 
 __all__ = ['BatchShapingLoss', 'FeatureShapingLoss', 'L0Loss']
 

@@ -13,10 +13,10 @@ import torch.nn as nn
 from mmengine.config import Config
 from mmseg.registry import DATASETS
 
-from timm_gated.files import new_folder
-from timm_gated.gate import gates
+from timm_gated.analysis import Outcome
+from timm_gated.layers import gates
 from timm_gated.pruning import Pruned, check_classes, check_repeatable, prune_with
-from timm_gated.record import Outcome
+from timm_gated.utils import new_folder
 
 from .analysis import relabel, segmentation_outcome
 from .backbones import GatedResNet, backbone_cfg

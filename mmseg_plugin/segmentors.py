@@ -12,9 +12,8 @@ from mmseg.models.segmentors import CascadeEncoderDecoder, EncoderDecoder
 from mmseg.registry import MODELS
 
 from timm_gated import MacCounter
-from timm_gated.installation import install
-from timm_gated.objective import gate_density
-from timm_gated.precision import full_precision
+from timm_gated.layers import gate_density
+from timm_gated.utils import full_precision, install
 
 __all__ = ['GatedCascadeEncoderDecoder', 'GatedEncoderDecoder']
 

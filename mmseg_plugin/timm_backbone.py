@@ -14,9 +14,8 @@ from mmseg.registry import MODELS
 from timm.models import parse_model_name, split_model_name_tag
 from timm.models._features import FeatureGetterNet
 
-from timm_gated.gated_net import check_incoming, checkpoint_filter_fn
-from timm_gated.installation import install
-from timm_gated.zoo import check_model_name
+from timm_gated.models import check_incoming, check_model_name, checkpoint_filter_fn
+from timm_gated.utils import install
 
 from .convert import mmseg_to_timm
 

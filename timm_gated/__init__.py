@@ -5,34 +5,64 @@ add gate losses; models without gates are trained and loaded as before.
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 """
-from . import batch_shaped as _batch_shaped  # noqa: F401  (registers its entry point)
-from . import dgnet as _dgnet  # noqa: F401  (likewise)
-from . import slim_resnet as _slim_resnet  # noqa: F401  (likewise)
-from .beta import beta_cdf
-from .blocks import GatedBasicBlock, GatedBottleneck
-from .budget import MacBudget, budget_loss, mac_formula
-from .card import model_card
-from .cifar_resnet import CifarResNet
-from .convnet_aig import TargetRate, target_rate_loss
-from .cut_checkpoints import protect_timm_checkpoints
-from .export import export_onnx, export_program
-from .fbs import Suppression
-from .gate import ChannelGate, Gate, GatePool, Gating, force_gates, gates
-from .gated_cifar_resnet import GatedCifarResNet
-from .gated_net import GatedNet, checkpoint_filter_fn, list_gated_models
-from .gated_resnet import GatedResNet
-from .gaternet import GateSparsity
-from .hub import check_pretrained, pull_from_hub, push_to_hub, save_pretrained
-from .inference import accelerate, instruction_sets
-from .losses import BatchShapingLoss, L0Loss, batch_shaping_loss, l0_loss
-from .macs import MacCounter, MacFormula, Macs, count_macs
-from .objective import GateLosses, Objective, Step, Term, objectives, shape_features
-from .priors import Beta, Mixture, Normal, Prior, RelaxedBernoulli, Uniform, create_prior
+from .analysis import GateCounts, GateStatistics
+from .hub import check_pretrained, model_card, pull_from_hub, push_to_hub, save_pretrained
+from .inference import accelerate, export_onnx, export_program, instruction_sets
+from .layers import (
+    ChannelGate,
+    Gate,
+    GatedBasicBlock,
+    GatedBottleneck,
+    GatePool,
+    Gating,
+    MacCounter,
+    MacFormula,
+    Macs,
+    count_macs,
+    force_gates,
+    gates,
+    mac_formula,
+)
+from .loss import (
+    BatchShapingLoss,
+    Beta,
+    GateLosses,
+    L0Loss,
+    MacBudget,
+    Mixture,
+    Normal,
+    Objective,
+    Prior,
+    RelaxedBernoulli,
+    Step,
+    Term,
+    Uniform,
+    batch_shaping_loss,
+    beta_cdf,
+    budget_loss,
+    create_prior,
+    l0_loss,
+    linear_anneal,
+    linear_warmup,
+    objectives,
+    shape_features,
+)
+from .models import (
+    CifarResNet,
+    GatedCifarResNet,
+    GatedNet,
+    GatedResNet,
+    GateSparsity,
+    Skipping,
+    Suppression,
+    TargetRate,
+    checkpoint_filter_fn,
+    list_gated_models,
+    reinforce_loss,
+    target_rate_loss,
+)
 from .pruning import Pruned, prune_static, specialize
-from .schedules import linear_anneal, linear_warmup
-from .skipnet import Skipping, reinforce_loss
-from .statistics import GateCounts, GateStatistics
-from .task import ObjectiveTask, extend_timm_tasks
+from .task import ObjectiveTask, extend_timm_tasks, protect_timm_checkpoints
 from .version import __version__
 
 __all__ = [

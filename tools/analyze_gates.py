@@ -25,8 +25,7 @@ from _options import add_data_options, add_model_options, add_segmentation_optio
 if TYPE_CHECKING:
     import torch.nn as nn
 
-    from timm_gated.analysis import GateRecord, ReportOptions
-    from timm_gated.analysis.sample_figures import FetchImage
+    from timm_gated.analysis import FetchImage, GateRecord, ReportOptions
 
 
 def parse_groups(items: Iterable[str]) -> Dict[str, List[str]]:
@@ -85,11 +84,18 @@ def run(args: argparse.Namespace) -> Tuple[GateRecord, FetchImage, ReportOptions
     """One pass over the data."""
     from tqdm import tqdm
 
-    from timm_gated.analysis import ReportOptions, check_gated, load_distribution, record_gates
-    from timm_gated.analysis.sources import create_data, create_network, find_device, title
-    from timm_gated.objective import gate_prior
-    from timm_gated.snapshots import load_snapshots
-    from timm_gated.statistics import check_threshold
+    from timm_gated.analysis import (
+        ReportOptions,
+        check_gated,
+        check_threshold,
+        create_data,
+        create_network,
+        find_device,
+        load_distribution,
+        record_gates,
+        title,
+    )
+    from timm_gated.loss import gate_prior, load_snapshots
     options = ReportOptions(
         checkpoint=args.checkpoint, classes=args.classes, gates=args.gates, groups=parse_groups(args.groups),
         threshold=check_threshold(args.threshold), rare=args.rare,

@@ -26,7 +26,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     import torch
 
     from timm_gated.analysis import record_classifier
-    from timm_gated.zoo import check_model_name
+    from timm_gated.models import check_model_name
     try:
         check_model_name(args.model)
     except ValueError as error:

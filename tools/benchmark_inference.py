@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
     import torch.nn as nn
 
-    from timm_gated.inference.program import Program
+    from timm_gated.inference import Program
 
 Run = Callable[[], Any]
 DENSE_RUNTIMES = ('eager', 'compile', 'onnxruntime', 'openvino')
@@ -167,7 +167,7 @@ def gated_networks(args: argparse.Namespace, depth: int) -> Iterator[Tuple[Optio
     import timm
     import torch
 
-    from timm_gated.files import explained
+    from timm_gated.utils import explained
     if args.checkpoint is not None:
         with explained(f'{args.checkpoint} does not load into gated_resnet{depth}'):
             model = timm.create_model(f'gated_resnet{depth}', checkpoint_path=args.checkpoint).eval()
@@ -294,16 +294,16 @@ def plot(rows: Sequence[Row], weights: str, path: Path) -> None:
 
 def fix_gates(program: Program, opened: Dict[int, torch.Tensor]) -> Program:
     """The program of the sparse network that one image sees: open filters only. Its gates still run."""
-    from timm_gated.inference.program import Conv, Program
+    from timm_gated.inference import ConvOp, Program
     ops: List[Any] = []
     for op in program.ops:
-        if isinstance(op, Conv):
+        if isinstance(op, ConvOp):
             weight, bias = op.weight, op.bias
             if op.gate_out is not None:
                 weight, bias = weight[opened[op.gate_out]], bias[opened[op.gate_out]]
             if op.gate_in is not None:
                 weight = weight[:, opened[op.gate_in]]
-            op = Conv(**{**vars(op), 'weight': weight, 'bias': bias, 'gate_in': None, 'gate_out': None})
+            op = ConvOp(**{**vars(op), 'weight': weight, 'bias': bias, 'gate_in': None, 'gate_out': None})
         ops.append(op)
     return Program(program.in_channels, ops, program.num_maps, program.num_gates)
 
@@ -317,8 +317,7 @@ def simulate(args: argparse.Namespace) -> List[Row]:
     import torch
 
     from timm_gated import count_macs
-    from timm_gated.inference.program import compile_trunk, trunk
-    from timm_gated.inference.sliced import SlicedRunner
+    from timm_gated.inference import SlicedRunner, compile_trunk, trunk
     device = torch.device(args.device)
 
     def milliseconds(run: Run) -> float:

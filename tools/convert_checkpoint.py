@@ -28,7 +28,7 @@ def convert(source: Path, target: Path, to: str, overwrite: bool = False) -> int
 
     from mmseg_plugin.compat import history_allowed
     from mmseg_plugin.convert import mmseg_to_timm, timm_to_mmseg
-    from timm_gated.files import explained, new_file
+    from timm_gated.utils import explained, new_file
     if not source.is_file():
         raise ValueError(f'no checkpoint at {source}.')
     if target.exists() and not overwrite:

@@ -29,8 +29,7 @@ def evaluate(text: str, args: argparse.Namespace) -> Result:
     """
     from tqdm import tqdm
 
-    from timm_gated.analysis import record_gates, summary
-    from timm_gated.analysis.sources import create_data, create_network, parse_checkpoint, title
+    from timm_gated.analysis import create_data, create_network, parse_checkpoint, record_gates, summary, title
     model, checkpoint = parse_checkpoint(text, args.model)
     path = Path(checkpoint)
     name = re.sub(r'(\.(pth|pt|th|tar|safetensors))+$', '', path.name)
@@ -48,7 +47,7 @@ def evaluate(text: str, args: argparse.Namespace) -> Result:
 
 def table(results: Sequence[Result]) -> str:
     """The results, one a line."""
-    from timm_gated.statistics import GateCounts
+    from timm_gated.analysis import GateCounts
     rows = [(
         '', 'top-1', 'top-5', 'MACs a sample', 'share', 'parameters used', 'open',
         'always on / conditional / always off')]
@@ -80,8 +79,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     add_data_options(parser)
     args = parser.parse_args(argv)
 
-    from timm_gated.files import new_file
-    from timm_gated.statistics import check_threshold
+    from timm_gated.analysis import check_threshold
+    from timm_gated.utils import new_file
     try:
         check_threshold(args.threshold)
         results = [evaluate(text, args) for text in args.checkpoint]

@@ -24,8 +24,8 @@ def export(args: argparse.Namespace) -> str:
     """Export and check; returns what to tell the user."""
     import torch
 
-    from timm_gated.analysis.sources import create_network, parse_checkpoint, title
-    from timm_gated.export import export_onnx, export_program, onnx_difference
+    from timm_gated.analysis import create_network, parse_checkpoint, title
+    from timm_gated.inference import export_onnx, export_program, onnx_difference
     if args.output.suffix not in ('.onnx', '.pt2'):
         raise ValueError(f'--output must end in .onnx, or in .pt2 for a torch.export program; got {args.output}.')
     if args.output.exists() and not args.overwrite:

@@ -62,7 +62,7 @@ def read_training(args: Namespace) -> Union[str, Dict[str, Any]]:
             return ''
     import yaml
 
-    from timm_gated.card import training_settings
+    from timm_gated.hub import training_settings
     try:
         settings = yaml.safe_load(path.read_text(encoding='utf-8'))
     except (OSError, yaml.YAMLError) as error:
@@ -73,16 +73,16 @@ def read_training(args: Namespace) -> Union[str, Dict[str, Any]]:
 
 
 def make_card(model: nn.Module, args: Namespace) -> ModelCard:
-    from timm_gated.card import model_card
+    from timm_gated.hub import model_card
     figures = read_figures(args.evaluation, args.result)
     return model_card(
         model, figures, args.dataset_id, args.dataset_split, read_training(args), args.license, args.tag)
 
 
 def save(args: Namespace) -> str:
-    from timm_gated.analysis.sources import create_network
-    from timm_gated.files import check_new
+    from timm_gated.analysis import create_network
     from timm_gated.hub import save_pretrained
+    from timm_gated.utils import check_new
     check_new(args.output)
     if not args.model:
         raise ValueError('give --model, of which the checkpoint is.')
@@ -93,19 +93,19 @@ def save(args: Namespace) -> str:
 
 
 def card(args: Namespace) -> str:
-    from timm_gated.files import new_file
-    from timm_gated.hub import CARD, check_pretrained
-    from timm_gated.zoo import check_model_name
+    from timm_gated.hub import CARD_FILE, check_pretrained
+    from timm_gated.models import check_model_name
+    from timm_gated.utils import new_file
     check_model_name(f'local-dir:{args.folder}')
     text = str(make_card(check_pretrained(args.folder), args))
-    with new_file(args.folder / CARD) as partial:
+    with new_file(args.folder / CARD_FILE) as partial:
         partial.write_text(text, encoding='utf-8')
-    return f'Card: {args.folder / CARD}'
+    return f'Card: {args.folder / CARD_FILE}'
 
 
 def push(args: Namespace) -> str:
     from timm_gated.hub import push_to_hub
-    from timm_gated.zoo import check_model_name
+    from timm_gated.models import check_model_name
     check_model_name(f'local-dir:{args.folder}')
     commit = push_to_hub(
         args.folder, args.repository, private=args.private, revision=args.revision, create_pr=args.create_pr,

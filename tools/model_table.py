@@ -42,7 +42,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     args = parser.parse_args(argv)
 
     from timm_gated import list_gated_models
-    from timm_gated.zoo import near_models
+    from timm_gated.models import near_models
     names = list_gated_models(args.pattern)
     if not names:
         near = [name for name in near_models(args.pattern) if name in list_gated_models()]

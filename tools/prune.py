@@ -44,7 +44,7 @@ def filters(pruned: Pruned, threshold: float) -> str:
     """What the filters of each gate module do, a line each."""
     import torch
 
-    from timm_gated.statistics import GateCounts, gate_kinds
+    from timm_gated.analysis import GateCounts, gate_kinds
     lines = []
     for name, share in pruned.open_share.items():
         kinds = gate_kinds(share, threshold)
@@ -95,10 +95,9 @@ def training_loader(network: nn.Module, args: Namespace) -> Any:
 
 def prune_classifier(args: Namespace) -> Pruned:
     """Prune a timm model, and save it."""
-    from timm_gated.analysis.sources import create_data, create_network, title
+    from timm_gated.analysis import check_gated, create_data, create_network, title
     from timm_gated.hub import save_pretrained
     from timm_gated.pruning import prune_static, specialize
-    from timm_gated.record import check_gated
     if not args.model:
         raise ValueError('give --model (a gated timm model) or --mmseg-config.')
     if args.epochs and not args.classes:
@@ -128,7 +127,7 @@ def prune_segmentor(args: Namespace) -> Pruned:
     from mmseg_plugin import pruning  # these need the extra `mmseg`
     from mmseg_plugin.analysis import create_segmentation, load_config
     from mmseg_plugin.backbones import backbone_cfg
-    from timm_gated.analysis.sources import find_device, title
+    from timm_gated.analysis import find_device, title
     if args.eval_split:
         raise ValueError('--eval-split is for timm models; the figures of a segmentor are of its test_dataloader.')
     if args.epochs:
@@ -179,8 +178,8 @@ def parse_args(argv: Optional[List[str]]) -> Namespace:
 def main(argv: Optional[List[str]] = None) -> int:
     args = parse_args(argv)
 
-    from timm_gated.files import check_new
-    from timm_gated.statistics import check_threshold
+    from timm_gated.analysis import check_threshold
+    from timm_gated.utils import check_new
     try:
         check_threshold(args.threshold)
         if args.output:

@@ -49,7 +49,7 @@ def main() -> int:
             'UBSAN_OPTIONS': 'print_stacktrace=1:abort_on_error=1',
             'PYTHONPATH': f'{scratch}{os.pathsep}{ROOT}',
         }
-        tests = [str(ROOT / 'tests' / name) for name in args.tests]
+        tests = [str(ROOT / 'tests' / 'inference' / name) for name in args.tests]
         # What C writes is not captured: pytest would not come to show the report that ended it.
         command = ['-c', str(ROOT / 'pyproject.toml'), '--rootdir', str(ROOT), '-p', 'no:cacheprovider',
                    '--capture=sys', '-k', 'not without_a_compiler', *tests, *of_pytest]

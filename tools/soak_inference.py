@@ -73,7 +73,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     import timm
     import torch
 
-    from timm_gated.zoo import check_model_name, check_weights
+    from timm_gated.models import check_model_name, check_weights
     torch.manual_seed(0)
     try:
         check_model_name(args.model)

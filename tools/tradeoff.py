@@ -40,7 +40,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     args = parser.parse_args(argv)
 
     from timm_gated.analysis import PUBLISHED, group_points, load_points, trade_off_figure
-    from timm_gated.files import new_file
+    from timm_gated.utils import new_file
     try:
         points = load_points(args.results) if args.results or not args.published else []
         points = group_points(points, dict(args.series), args.only)

@@ -1,47 +1,90 @@
 """See the gates: what a gated model does over a data set, as numbers, figures and a report
 
-Needs the extra `analysis` (matplotlib, SciPy, PyArrow), and is therefore not imported by `timm_gated` itself.
+Counting and recording gates needs numpy and torch only. Measures, figures and reports need the extra `analysis`
+(matplotlib, SciPy, PyArrow) and are imported on first use.
 
 Example:
     >>> record = record_classifier(model, loader, class_names)
     >>> firing_figure(record, classes=['cat', 'dog', 'truck']).savefig('firing.png')
     >>> write_report('report', record, fetch_image)
 """
-from ..record import GateRecord, Outcome, Recorder, check_gated, record_classifier, record_gates
-from .figures import (
-    class_similarity_figure,
-    firing_figure,
-    gate_distribution_figure,
-    gates_over_training_figure,
-    prior_figure,
+import importlib
+from typing import TYPE_CHECKING, Any, List
+
+from .record import (
+    GateRecord,
+    Outcome,
+    Recorder,
+    check_gated,
+    classification_step,
+    record_classifier,
+    record_gates,
 )
-from .measures import class_similarity, difficulty, prior_distance, specialised_gates, summary
-from .published import PUBLISHED, Point
-from .report import ReportOptions, check_target, load_distribution, write_report
-from .sample_figures import difficulty_figure, extremes_figure, macs_figure, specialised_figure
-from .tradeoff import group_points, load_points, trade_off_figure
+from .statistics import GateCounts, GateStatistics, check_threshold, gate_kinds
+
+if TYPE_CHECKING:
+    from .figures import (
+        class_similarity_figure,
+        firing_figure,
+        gate_distribution_figure,
+        gates_over_training_figure,
+        prior_figure,
+    )
+    from .measures import class_similarity, difficulty, prior_distance, specialised_gates, summary
+    from .published import PUBLISHED, Point
+    from .report import ReportOptions, check_target, load_distribution, write_report
+    from .sample_figures import FetchImage, difficulty_figure, extremes_figure, macs_figure, specialised_figure
+    from .sources import Data, create_data, create_network, find_device, note_untrained, parse_checkpoint, title
+    from .tradeoff import group_points, load_points, trade_off_figure
+
+# Where each name is that is imported on first use
+_LAZY = {
+    'figures': (
+        'class_similarity_figure', 'firing_figure', 'gate_distribution_figure', 'gates_over_training_figure',
+        'prior_figure'),
+    'measures': ('class_similarity', 'difficulty', 'prior_distance', 'specialised_gates', 'summary'),
+    'published': ('PUBLISHED', 'Point'),
+    'report': ('ReportOptions', 'check_target', 'load_distribution', 'write_report'),
+    'sample_figures': ('FetchImage', 'difficulty_figure', 'extremes_figure', 'macs_figure', 'specialised_figure'),
+    'sources': (
+        'Data', 'create_data', 'create_network', 'find_device', 'note_untrained', 'parse_checkpoint', 'title'),
+    'tradeoff': ('group_points', 'load_points', 'trade_off_figure'),
+}
+_MODULES = {name: module for module, names in _LAZY.items() for name in names}
 
 __all__ = [
     'PUBLISHED',
+    'Data',
+    'FetchImage',
+    'GateCounts',
     'GateRecord',
+    'GateStatistics',
     'Outcome',
     'Point',
     'Recorder',
     'ReportOptions',
     'check_gated',
     'check_target',
+    'check_threshold',
     'class_similarity',
     'class_similarity_figure',
+    'classification_step',
+    'create_data',
+    'create_network',
     'difficulty',
     'difficulty_figure',
     'extremes_figure',
+    'find_device',
     'firing_figure',
     'gate_distribution_figure',
+    'gate_kinds',
     'gates_over_training_figure',
     'group_points',
     'load_distribution',
     'load_points',
     'macs_figure',
+    'note_untrained',
+    'parse_checkpoint',
     'prior_distance',
     'prior_figure',
     'record_classifier',
@@ -49,6 +92,17 @@ __all__ = [
     'specialised_figure',
     'specialised_gates',
     'summary',
+    'title',
     'trade_off_figure',
     'write_report',
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    return getattr(importlib.import_module(f'.{_MODULES[name]}', __name__), name)
+
+
+def __dir__() -> List[str]:
+    return __all__

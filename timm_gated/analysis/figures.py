@@ -13,11 +13,10 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from scipy.cluster import hierarchy
 
-from ..priors import Prior
-from ..record import GateRecord
-from ..snapshots import Snapshots
-from ..statistics import GateCounts
+from ..loss import Prior, Snapshots
 from .measures import ClassSimilarity, prior_cdf, prior_distance, spread_over
+from .record import GateRecord
+from .statistics import GateCounts
 
 __all__ = [
     'WIDTH', 'class_similarity_figure', 'firing_figure', 'gate_distribution_figure', 'gates_over_training_figure',

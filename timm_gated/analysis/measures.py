@@ -15,9 +15,9 @@ from scipy.cluster import hierarchy
 from scipy.spatial.distance import squareform
 from scipy.stats import spearmanr
 
-from ..priors import Prior
-from ..record import GateRecord
-from ..statistics import GateCounts
+from ..loss import Prior
+from .record import GateRecord
+from .statistics import GateCounts
 
 __all__ = [
     'ClassSimilarity', 'Difficulty', 'SpecialisedGate', 'class_similarity', 'difficulty', 'prior_cdf', 'prior_distance',

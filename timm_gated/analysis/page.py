@@ -8,7 +8,7 @@ from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 from matplotlib.figure import Figure
 
-from ..statistics import GateCounts
+from .statistics import GateCounts
 
 __all__ = ['Section', 'render_page', 'write_figure']
 

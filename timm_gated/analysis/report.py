@@ -14,10 +14,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from ..priors import Beta, Prior
-from ..record import GateRecord
-from ..snapshots import Snapshots
-from ..statistics import GateCounts
+from ..loss import Beta, Prior, Snapshots
 from .figures import (
     class_similarity_figure,
     firing_figure,
@@ -35,7 +32,9 @@ from .measures import (
     summary,
 )
 from .page import Section, render_page, write_figure
+from .record import GateRecord
 from .sample_figures import FetchImage, difficulty_figure, extremes_figure, macs_figure, specialised_figure
+from .statistics import GateCounts
 
 __all__ = ['ReportOptions', 'check_target', 'load_distribution', 'write_report']
 

@@ -10,9 +10,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
-from ..record import GateRecord
 from .figures import WIDTH
 from .measures import SpecialisedGate, difficulty, right_inputs
+from .record import GateRecord
 
 __all__ = ['FetchImage', 'difficulty_figure', 'extremes_figure', 'macs_figure', 'specialised_figure']
 

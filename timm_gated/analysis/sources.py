@@ -18,9 +18,9 @@ import torch.nn as nn
 from timm.data import create_dataset, create_loader, resolve_data_config
 from timm.models import get_pretrained_cfg, is_model_pretrained, load_checkpoint
 
-from ..files import explained
-from ..record import Outcome, classification_step
-from ..zoo import check_model_name, check_weights, near_models
+from ..models import check_model_name, check_weights, near_models
+from ..utils import explained
+from .record import Outcome, classification_step
 from .sample_figures import FetchImage
 
 __all__ = [

@@ -1,5 +1,22 @@
-"""Inference that skips what gates switch off"""
+"""Gated networks in deployment: `accelerate` and exports"""
 from .accelerate import Accelerated, accelerate
+from .export import export_onnx, export_program, onnx_difference
 from .native import instruction_sets
+from .program import ConvOp, Program, Trunk, compile_trunk, register_forward, trunk
+from .sliced import SlicedRunner
 
-__all__ = ['Accelerated', 'accelerate', 'instruction_sets']
+__all__ = [
+    'Accelerated',
+    'ConvOp',
+    'Program',
+    'SlicedRunner',
+    'Trunk',
+    'accelerate',
+    'compile_trunk',
+    'export_onnx',
+    'export_program',
+    'instruction_sets',
+    'onnx_difference',
+    'register_forward',
+    'trunk',
+]

@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 from torch.overrides import has_torch_function_unary
 
-from ..macs import MacCounter, Macs, ModuleMacs, run_and_report
+from ..layers import MacCounter, Macs, ModuleMacs, run_and_report
 from .cost import ProgramCost
 from .native import NativeRunner, why_not
 from .program import Trunk, check_images, compile_trunk, find_trunk

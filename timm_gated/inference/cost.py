@@ -8,8 +8,8 @@ from typing import Any, Dict, List, Optional, Set, Tuple
 import torch
 import torch.nn.functional as F
 
-from ..macs import Macs
-from .program import Conv, Gate, Op, Pool, Program, Skip, Subsample
+from ..layers import Macs
+from .program import ConvOp, GateOp, Op, PoolOp, Program, SkipOp, SubsampleOp
 
 __all__ = ['Cost', 'ProgramCost']
 
@@ -73,19 +73,19 @@ class ProgramCost:
         dense = fixed = 0
         groups: Dict[Tuple[int, int], int] = {}
         for op in self._ops:
-            if isinstance(op, Gate):
+            if isinstance(op, GateOp):
                 fixed += op.macs
                 if op.source not in pooled:
                     channels, height, width = shapes[op.source]
                     fixed += channels * height * width
                     pooled.add(op.source)
                 gates[op.gate] = len(op.weight2)
-            elif isinstance(op, Skip):
+            elif isinstance(op, SkipOp):
                 skipping = [op.gate] * op.count
-            elif isinstance(op, (Conv, Pool, Subsample)):
+            elif isinstance(op, (ConvOp, PoolOp, SubsampleOp)):
                 shapes[op.target] = shape = _shape(op, *shapes[op.source])
                 pooled.discard(op.target)
-                if isinstance(op, Conv):
+                if isinstance(op, ConvOp):
                     macs = op.weight.numel() * shape[1] * shape[2]
                     dense += macs
                     switches = [gate for gate in (op.gate_in, op.gate_out, *skipping[:1]) if gate is not None]
@@ -110,9 +110,9 @@ def _without_data(op: Op) -> Op:
 
 def _shape(op: Any, channels: int, height: int, width: int) -> Tuple[int, int, int]:
     """Of the map that an operation makes."""
-    if isinstance(op, Subsample):
+    if isinstance(op, SubsampleOp):
         return channels + op.before + op.after, -(-height // op.stride), -(-width // op.stride)
-    if isinstance(op, Conv):
+    if isinstance(op, ConvOp):
         reach = op.dilation * (op.weight.shape[2] - 1) + 1
         sides = [(side + 2 * op.padding - reach) // op.stride + 1 for side in (height, width)]
         return op.weight.shape[0], sides[0], sides[1]
@@ -120,7 +120,7 @@ def _shape(op: Any, channels: int, height: int, width: int) -> Tuple[int, int, i
     return channels, sides[0], sides[1]
 
 
-def _pooled_side(op: Pool, side: int) -> int:
+def _pooled_side(op: PoolOp, side: int) -> int:
     beyond = side + 2 * op.padding - op.kernel
     if not op.ceil_mode:
         return beyond // op.stride + 1

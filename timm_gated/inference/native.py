@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
-from .program import Conv, Gate, Op, Output, Pool, Program, Skip, Subsample, check_images
+from .program import ConvOp, GateOp, Op, OutputOp, PoolOp, Program, SkipOp, SubsampleOp, check_images
 
 __all__ = ['NativeRunner', 'instruction_sets', 'why_not']
 
@@ -180,27 +180,27 @@ class NativeRunner:
         def number(value: Optional[int]) -> int:  # -1 says that there is none, so a negative one goes as another
             return -1 if value is None else value if value >= 0 else -2
 
-        if isinstance(op, Conv):
+        if isinstance(op, ConvOp):
             c_out, c_in, kernel = op.weight.shape[:3]
             weight, bias = _floats(op.weight, (c_out, c_in, kernel, kernel)), _floats(op.bias, (c_out,))
             return library.tg_add_conv(
                 network, op.source, op.target, number(op.residual), number(op.gate_in), number(op.gate_out),
                 c_in, c_out, kernel, op.stride, op.dilation, op.padding, op.relu, weight.data_ptr(), bias.data_ptr())
-        if isinstance(op, Gate):
+        if isinstance(op, GateOp):
             (hidden, c_in), size = op.weight1.shape, len(op.weight2)
             tensors = [
                 _floats(op.weight1, (hidden, c_in)), _floats(op.bias1, (hidden,)),
                 _floats(op.weight2, (size, hidden)), _floats(op.bias2, (size,))]
             return library.tg_add_gate(
                 network, op.source, op.gate, c_in, hidden, size, *(tensor.data_ptr() for tensor in tensors))
-        if isinstance(op, Pool):
+        if isinstance(op, PoolOp):
             return library.tg_add_pool(
                 network, op.average, op.source, op.target, op.kernel, op.stride, op.padding, op.ceil_mode)
-        if isinstance(op, Subsample):
+        if isinstance(op, SubsampleOp):
             return library.tg_add_subsample(network, op.source, op.target, op.stride, op.before, op.after)
-        if isinstance(op, Skip):
+        if isinstance(op, SkipOp):
             return library.tg_add_skip(network, op.source, op.target, op.gate, op.count)
-        assert isinstance(op, Output)
+        assert isinstance(op, OutputOp)
         return library.tg_add_output(network, op.source)
 
     def __deepcopy__(self, memo: Any) -> 'NativeRunner':

@@ -14,18 +14,15 @@ from timm.models._features import FeatureDictNet, FeatureGetterNet, FeatureHookN
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
 
-from ..blocks import GatedBasicBlock, GatedBottleneck, GatedConvs
-from ..carry import CarryNet, CarryStage
-from ..cifar_resnet import CifarResNet, PadShortcut
-from ..convnet_aig import AigBasicBlock, AigBottleneck, AigGate
-from ..gate import ChannelGate
+from ..layers import ChannelGate, GatedBasicBlock, GatedBottleneck, GatedConvs
+from ..models import AigBasicBlock, AigBottleneck, AigGate, CarryNet, CarryStage, CifarResNet, PadShortcut
 
-__all__ = ['Conv', 'Gate', 'Op', 'Output', 'Pool', 'Program', 'Skip', 'Subsample', 'Trunk', 'check_images',
+__all__ = ['ConvOp', 'GateOp', 'Op', 'OutputOp', 'PoolOp', 'Program', 'SkipOp', 'SubsampleOp', 'Trunk', 'check_images',
            'compile_trunk', 'find_trunk', 'register_forward', 'trunk']
 
 
 @dataclass
-class Conv:
+class ConvOp:
     """A convolution with bias, perhaps a shortcut and a ReLU, over the channels that two gates leave open."""
     source: int
     target: int
@@ -41,7 +38,7 @@ class Conv:
 
 
 @dataclass
-class Gate:
+class GateOp:
     """Decides from a pooled map which channels are open: two linear layers, a ReLU between them.
 
     `macs` are those of the layers as the network has them, before anything was folded.
@@ -56,7 +53,7 @@ class Gate:
 
 
 @dataclass
-class Pool:
+class PoolOp:
     """Max pooling, or average pooling that does not count its padding."""
     source: int
     target: int
@@ -68,7 +65,7 @@ class Pool:
 
 
 @dataclass
-class Subsample:
+class SubsampleOp:
     """Every stride-th pixel, with channels of zeros before and after."""
     source: int
     target: int
@@ -78,7 +75,7 @@ class Subsample:
 
 
 @dataclass
-class Skip:
+class SkipOp:
     """Leaves out the next convolutions if a gate is closed: what they would make is then the ReLU of their shortcut."""
     source: int
     target: int
@@ -87,12 +84,12 @@ class Skip:
 
 
 @dataclass
-class Output:
+class OutputOp:
     """Hands a map out."""
     source: int
 
 
-Op = Union[Conv, Gate, Pool, Subsample, Skip, Output]
+Op = Union[ConvOp, GateOp, PoolOp, SubsampleOp, SkipOp, OutputOp]
 
 
 @dataclass
@@ -233,7 +230,7 @@ def compile_trunk(modules: Iterable[Tuple[nn.Module, bool]]) -> Program:
                 compiler.add_output()
         compiler.flush()
     program = compiler.program
-    first = next(op for op in program.ops if isinstance(op, Conv))
+    first = next(op for op in program.ops if isinstance(op, ConvOp))
     program.in_channels = first.weight.shape[1]
     return program
 
@@ -246,7 +243,7 @@ class _Compiler:
     def __init__(self) -> None:
         self.program = Program(in_channels=0, num_maps=7)
         self.current = _IMAGE
-        self._pending: Optional[Conv] = None  # a convolution that may yet get a norm and a ReLU
+        self._pending: Optional[ConvOp] = None  # a convolution that may yet get a norm and a ReLU
         self._gates: Dict[int, int] = {}
 
     def flush(self) -> None:
@@ -256,7 +253,7 @@ class _Compiler:
 
     def add_output(self) -> None:
         self.flush()
-        self.program.ops.append(Output(self.current))
+        self.program.ops.append(OutputOp(self.current))
 
     def add(self, module: nn.Module) -> None:
         for leaf in _leaves(module):
@@ -290,7 +287,7 @@ class _Compiler:
             ops.append(_gate(gate, source, self._number(gate)))
         residual = self._add_shortcut(block.downsample, source)
         if _is_switched_whole(names, switches):
-            ops.append(Skip(residual, target, self._number(switches[names[0]][1]), len(names)))
+            ops.append(SkipOp(residual, target, self._number(switches[names[0]][1]), len(names)))
             switches = {}
         if any(switches.get(name, (None, None))[side] is not None for name, side in ((names[0], 0), (names[-1], 1))):
             raise _unsupported(block, ', as gates switch its input or its output')
@@ -319,7 +316,7 @@ class _Compiler:
             elif type(leaf) in _NORMS and conv is not None:
                 _fold(conv, leaf)
             elif isinstance(leaf, PadShortcut):
-                self.program.ops.append(Subsample(source, _SHORTCUT, leaf.stride, *leaf.padding[4:]))
+                self.program.ops.append(SubsampleOp(source, _SHORTCUT, leaf.stride, *leaf.padding[4:]))
                 source = _SHORTCUT
             else:
                 raise _unsupported(leaf)
@@ -377,13 +374,13 @@ def _single(value: Any, module: nn.Module) -> int:
     return values.pop()
 
 
-def _conv(module: nn.Conv2d, source: int, target: int) -> Conv:
+def _conv(module: nn.Conv2d, source: int, target: int) -> ConvOp:
     if type(module) is not nn.Conv2d or module.groups != 1 or module.padding_mode != 'zeros':
         raise _unsupported(module)
     _single(module.kernel_size, module)
     weight = module.weight.detach().clone()
     bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach().clone()
-    return Conv(
+    return ConvOp(
         source, target, weight, bias,
         stride=_single(module.stride, module),
         dilation=_single(module.dilation, module),
@@ -391,7 +388,7 @@ def _conv(module: nn.Conv2d, source: int, target: int) -> Conv:
     )
 
 
-def _fold(conv: Conv, norm: Any) -> None:
+def _fold(conv: ConvOp, norm: Any) -> None:
     if type(norm) not in _NORMS or norm.running_mean is None:
         raise _unsupported(norm)
     # In double precision, so that folding itself costs no accuracy.
@@ -413,10 +410,10 @@ _LAST_LAYERS: Dict[type, Callable[[Any], Tuple[torch.Tensor, torch.Tensor]]] = {
 }
 
 
-def _gate(gate: Any, source: int, number: int) -> Gate:
+def _gate(gate: Any, source: int, number: int) -> GateOp:
     if type(gate) not in _LAST_LAYERS:
         raise _unsupported(gate)
-    as_conv = Conv(source, source, gate.fc1.weight.detach()[:, :, None, None], gate.fc1.bias.detach())
+    as_conv = ConvOp(source, source, gate.fc1.weight.detach()[:, :, None, None], gate.fc1.bias.detach())
     _fold(as_conv, gate.bn)
     weight2, bias2 = _LAST_LAYERS[type(gate)](gate)
     if gate.forced is not None:
@@ -427,16 +424,16 @@ def _gate(gate: Any, source: int, number: int) -> Gate:
     weight2 = torch.cat((weight2, weight2.new_zeros(gate.num_ungated, weight2.shape[1])))
     bias2 = torch.cat((bias2, bias2.new_ones(gate.num_ungated)))
     macs = gate.fc1.weight.numel() + gate.fc2.weight.numel()
-    return Gate(source, number, as_conv.weight[:, :, 0, 0], as_conv.bias, weight2, bias2, macs)
+    return GateOp(source, number, as_conv.weight[:, :, 0, 0], as_conv.bias, weight2, bias2, macs)
 
 
-def _pool(module: Union[nn.MaxPool2d, nn.AvgPool2d], source: int, target: int) -> Pool:
+def _pool(module: Union[nn.MaxPool2d, nn.AvgPool2d], source: int, target: int) -> PoolOp:
     average = isinstance(module, nn.AvgPool2d)
     padding = _single(module.padding, module)
     if type(module) not in (nn.MaxPool2d, nn.AvgPool2d) or getattr(module, 'divisor_override', None) is not None \
             or _single(getattr(module, 'dilation', 1), module) != 1 \
             or (average and module.count_include_pad and (padding or module.ceil_mode)):
         raise _unsupported(module)
-    return Pool(
+    return PoolOp(
         source, target, average,
         _single(module.kernel_size, module), _single(module.stride, module), padding, module.ceil_mode)

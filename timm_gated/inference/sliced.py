@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .program import Conv, Gate, Op, Output, Pool, Program, Skip, Subsample, check_images
+from .program import ConvOp, GateOp, Op, OutputOp, PoolOp, Program, SkipOp, SubsampleOp, check_images
 
 __all__ = ['SlicedRunner']
 
@@ -162,4 +162,5 @@ class _Output(_Step):
         state.outputs.append(state.maps[self.source])
 
 
-_STEPS: Dict[Any, Any] = {Conv: _Conv, Gate: _Gate, Pool: _Pool, Subsample: _Subsample, Skip: _Skip, Output: _Output}
+_STEPS: Dict[Any, Any] = {
+    ConvOp: _Conv, GateOp: _Gate, PoolOp: _Pool, SubsampleOp: _Subsample, SkipOp: _Skip, OutputOp: _Output}

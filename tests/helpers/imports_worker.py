@@ -1,0 +1,98 @@
+"""What importing our packages changes in those of others: one JSON list, on stdout
+
+Snapshots, before and after, the attributes of all loaded modules of timm, mmengine, mmcv, mmseg and torch, of their
+classes and registries, and the entries of dicts, lists and sets among them. Values are compared by identity.
+"""
+import importlib.machinery
+import json
+import sys
+import types
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
+
+OTHERS = ('timm', 'mmengine', 'mmcv', 'mmseg', 'torch', 'torchvision', 'safetensors', 'copyreg', 'builtins')
+OURS = ('timm_gated', 'mmseg_plugin')
+CONTAINERS = (dict, list, set)
+
+
+class Operators(types.ModuleType):
+    """In place of those of a full mmcv, so that mmseg can be imported before our packages."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith('__'):
+            raise AttributeError(name)
+        return print
+
+
+def package(thing: Any) -> str:
+    return str(getattr(thing, '__module__', '')).partition('.')[0]
+
+
+def owners() -> Iterator[Tuple[str, Any]]:
+    for name, module in list(sys.modules.items()):
+        if name.partition('.')[0] in OTHERS and isinstance(module, types.ModuleType):
+            yield name, module
+            for key, value in list(vars(module).items()):
+                registry = package(type(value)) in ('timm', 'mmengine', 'mmcv', 'mmseg') and hasattr(value, '__dict__')
+                if registry or (isinstance(value, type) and value.__module__ == name):
+                    yield f'{name}.{key}', value
+
+
+def snapshot() -> Dict[Tuple[str, str], Any]:
+    """Values by owner and name. Of a container its entries count, and not which object it is."""
+    found: Dict[Tuple[str, str], Any] = {}
+    for owner, thing in owners():
+        for key, value in list(vars(thing).items()):
+            if not isinstance(value, CONTAINERS):
+                found[owner, key] = value
+                continue
+            found[owner, key] = type(value)
+            if not key.startswith('__'):
+                items = value.items() if isinstance(value, dict) else ((id(entry), entry) for entry in value)
+                found.update({(owner, f'{key}[{index!r}]'): entry for index, entry in list(items)})
+    return found
+
+
+def our_names() -> List[str]:
+    from timm_gated.models._registry import entry_points
+    return ['timm_gated', 'timm-gated', 'mmseg_plugin', *entry_points()]
+
+
+def is_ours(owner: str, key: str, value: Any, names: Sequence[str]) -> bool:
+    """Whether what was added is an entry of a registry, or of a module, under one of our names.
+
+    What torch takes for safe to load is no such registry.
+    """
+    if owner == 'torch._weights_only_unpickler' or ('[' not in key and owner not in sys.modules):
+        return False
+    text = f'{key} {value!r}'
+    return package(value) in OURS or any(name in text for name in names)
+
+
+def main() -> None:
+    operators = Operators('mmcv._ext')
+    operators.__spec__ = importlib.machinery.ModuleSpec('mmcv._ext', loader=None)
+    sys.modules['mmcv._ext'] = operators
+    for name in (
+            'timm.task', 'timm.data', 'timm.optim', 'mmengine.runner', 'mmengine.evaluator', 'mmseg.apis',
+            'mmseg.datasets', 'mmseg.engine', 'mmseg.models', 'torch._dynamo', 'torch.export', 'torch.onnx'):
+        importlib.import_module(name)
+    before = snapshot()
+    for name in ('timm_gated', 'timm_gated.analysis', 'mmseg_plugin', 'mmseg_plugin.analysis', 'mmseg_plugin.pruning'):
+        importlib.import_module(name)
+    after = snapshot()
+    known = {owner for owner, _ in before}
+    names, changed = our_names(), []
+    for owner, key in sorted(before.keys() | after.keys()):
+        value, name = after.get((owner, key)), f'{owner}.{key}'
+        if (owner, key) not in after:
+            changed.append(f'removed: {name}')
+        elif (owner, key) in before:
+            if value is not before[owner, key]:
+                changed.append(f'changed: {name}')
+        elif owner in known and not isinstance(value, types.ModuleType) and not is_ours(owner, key, value, names):
+            changed.append(f'added: {name} = {value!r:.100}')
+    print(json.dumps(changed))
+
+
+if __name__ == '__main__':
+    main()

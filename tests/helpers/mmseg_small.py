@@ -1,0 +1,78 @@
+"""A small version of the paper's segmentation experiment, for the tests of mmseg's machinery"""
+from pathlib import Path
+from typing import Any, Dict, List
+
+import numpy as np
+import torch
+from mmengine.structures import PixelData
+from mmseg.structures import SegDataSample
+from paths import ROOT
+from PIL import Image
+
+BASE = ROOT / 'configs' / 'mmseg' / 'pspnet' / 'gated-pspnet_r50-d8_1xb6-150k_cityscapes-448x672.py'
+
+# The paper's config, with a small network on small images.
+CONFIG = """
+_base_ = [{base!r}]
+data_root = {data_root!r}
+loader = dict(num_workers=0, persistent_workers=False)
+train_pipeline = [
+    dict(type='LoadImageFromFile'), dict(type='LoadAnnotations'), dict(type='RandomCrop', crop_size=(64, 64)),
+    dict(type='PackSegInputs')]
+test_pipeline = [dict(type='LoadImageFromFile'), dict(type='LoadAnnotations'), dict(type='PackSegInputs')]
+train_dataloader = dict(batch_size=2, dataset=dict(data_root=data_root, pipeline=train_pipeline), **loader)
+val_dataloader = dict(dataset=dict(data_root=data_root, pipeline=test_pipeline), **loader)
+test_dataloader = val_dataloader
+model = dict(
+    data_preprocessor=dict(size=(64, 64)),
+    backbone=dict(depth=18),
+    decode_head=dict(in_channels=512, channels=32),
+    auxiliary_head=dict(in_channels=256, channels=16))
+default_hooks = dict(logger=dict(interval=1), checkpoint=dict(interval=2))
+train_cfg = dict(val_interval=2)
+custom_hooks = [
+    dict(type='GateStatisticsHook'),
+    dict(type='GateLossScheduleHook', loss_name='loss_batch_shaping', schedule='linear_anneal', begin=0, end=4)]
+"""
+
+# The least that has gates and both of their losses.
+TINY: Dict[str, Any] = dict(
+    type='GatedEncoderDecoder',
+    backbone=dict(
+        type='TIMMBackbone', model_name='gated_resnet20', features_only=True, pretrained=False, out_indices=(1, 2, 3),
+        layers=(1, 1, 1), channels=(8, 8, 8)),
+    decode_head=dict(
+        type='FCNHead', in_channels=8, in_index=2, channels=8, num_convs=0, concat_input=False, dropout_ratio=0.,
+        num_classes=5, loss_decode=dict(type='CrossEntropyLoss')),
+    gate_losses=[dict(type='BatchShapingLoss', loss_weight=0.2), dict(type='L0Loss', loss_weight=0.1)])
+
+
+def tiny_samples(count: int) -> List[Dict[str, Any]]:
+    """Images and labels for it, as a data set gives them."""
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for _ in range(count):
+        labels = torch.randint(5, (1, 16, 16), generator=generator)
+        sample = SegDataSample(metainfo=dict(img_shape=(16, 16)), gt_sem_seg=PixelData(data=labels))
+        colour = 3 * torch.randn(3, 1, 1, generator=generator)  # so different that gates decide differently
+        samples.append(dict(inputs=torch.rand(3, 16, 16, generator=generator) + colour, data_samples=sample))
+    return samples
+
+
+def write_config(folder: Path) -> Path:
+    """Make a data set of Cityscapes' layout (four training and three validation images) and a config that uses it."""
+    data_root = folder / 'cityscapes'
+    rng = np.random.default_rng(0)
+    for split, count in (('train', 4), ('val', 3)):
+        images, labels = data_root / 'leftImg8bit' / split / 'town', data_root / 'gtFine' / split / 'town'
+        images.mkdir(parents=True)
+        labels.mkdir(parents=True)
+        for i in range(count):
+            brightest = 255 * (i + 1) // count  # so that gates do not see the same average in all of them
+            Image.fromarray(rng.integers(0, brightest, (64, 128, 3), dtype=np.uint8)).save(
+                images / f'town_{i:06d}_000000_leftImg8bit.png')
+            Image.fromarray(rng.integers(0, 19, (64, 128), dtype=np.uint8)).save(
+                labels / f'town_{i:06d}_000000_gtFine_labelTrainIds.png')
+    config = folder / 'config.py'
+    config.write_text(CONFIG.format(base=str(BASE), data_root=str(data_root)))
+    return config

@@ -1,0 +1,121 @@
+"""Networks for the tests: with the values of a fresh initialisation many mistakes would not show."""
+import re
+from contextlib import AbstractContextManager
+from typing import Set
+
+import timm
+import torch
+import torch.nn as nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from timm_gated import Gating, force_gates, gates, list_gated_models
+from timm_gated.models.fbs import SaliencyGate
+from timm_gated.models.gaternet import Gater
+
+# Every gated model of every method. A method that registers its models joins all tests that are parametrised by these.
+GATED = list_gated_models()
+IMAGENET_DEPTHS = (18, 34, 50, 101, 152)
+
+
+def family(name: str) -> str:
+    """The method of a model."""
+    return name.split('_resnet')[0]
+
+
+def depth(name: str) -> int:
+    return int(re.search(r'_resnet(\d+)', name).group(1))
+
+
+def is_imagenet(name: str) -> bool:
+    return depth(name) in IMAGENET_DEPTHS
+
+
+def is_bottleneck(name: str) -> bool:
+    return depth(name) in (50, 101, 152)
+
+
+NOT_BIG = [name for name in GATED if depth(name) not in (101, 152, 110) and not name.endswith('_w20')]
+# The smallest model of each block and data set, of each method.
+SMALL = sorted({
+    (family(name), is_imagenet(name), is_bottleneck(name)): name for name in sorted(GATED, key=depth, reverse=True)
+    if re.fullmatch(r'\w+_resnet\d+', name)}.values())
+ONE_EACH = sorted({family(name): name for name in SMALL}.values())  # and one of each method
+# The smallest model of each block of each method. (DGNet's networks are the paper's own, with another loss.)
+BLOCKS = sorted({
+    (family(name), is_bottleneck(name)): name for name in sorted(SMALL, key=is_imagenet, reverse=True)
+    if family(name) != 'dgnet'}.values())
+# The same with few blocks and, where there are many, few channels: most tests need no more of a network.
+TINY = {
+    name: dict(layers=(1, 1, 1, 1), channels=(16, 32, 64, 128)) if is_imagenet(name) else dict(layers=(1, 1, 1))
+    for name in SMALL}
+
+
+def images(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def is_binary(mask: torch.Tensor) -> bool:
+    return set(mask.unique().tolist()) == {0., 1.}
+
+
+def dense_twin(name: str, **kwargs) -> nn.Module:
+    """The model without gates."""
+    if is_imagenet(name):
+        return timm.create_model(f'resnet{depth(name)}', **kwargs)
+    width = re.search(r'_w(\d+)$', name)
+    return timm.create_model(f'cifar_resnet{depth(name)}', inner_width=int(width.group(1)) if width else 1, **kwargs)
+
+
+def gating_keys(model: nn.Module) -> Set[str]:
+    """What the state dict of a gated model has beside that of its twin."""
+    return {
+        f'{name}.{key}' for name, module in model.named_modules() if isinstance(module, Gating)
+        for key in module.state_dict()}
+
+
+@torch.no_grad()
+def shuffle(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Give norms random affine parameters and statistics, and gates logits of both signs. In place."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(tensor: torch.Tensor, low: float, high: float) -> None:
+        tensor.copy_(torch.rand(tensor.shape, generator=generator) * (high - low) + low)
+
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            uniform(module.weight, 0.5, 1.)
+            uniform(module.bias, -0.3, 0.3)
+            uniform(module.running_mean, -0.3, 0.3)
+            uniform(module.running_var, 0.5, 1.5)
+    for _, gate in gates(model):
+        layers = [module for module in gate.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
+        for layer in layers:
+            # (saliencies scale maps, block after block: large ones would overflow)
+            bound = 1 / layer.in_features if isinstance(gate, SaliencyGate) else 1.
+            uniform(layer.weight, -bound, bound)
+        if layers:
+            uniform(layers[-1].bias, -1., 1.)
+        if hasattr(gate, 'lstm'):  # its output layer is that of all gates, whose sign the bias would be
+            layers[-1].bias.zero_()
+            for parameter in gate.lstm.parameters():
+                uniform(parameter, -2., 2.)
+    for module in model.modules():
+        if isinstance(module, Gater):
+            uniform(module.fc2.weight, -1., 1.)
+            uniform(module.fc2.bias, -1., 1.)
+    return model
+
+
+@torch.no_grad()
+def without_gates(model: nn.Module) -> AbstractContextManager:
+    """Context in which a model is its dense twin: gates are open; saliencies, which scale, are 1 from now on."""
+    for _, gate in gates(model):
+        if isinstance(gate, SaliencyGate):
+            gate.fc.weight.zero_()
+            gate.fc.bias.fill_(1.)
+    return force_gates(model, 'open')
+
+
+def gate_loss(model: nn.Module) -> torch.Tensor:
+    """A loss on the logits that the gates keep."""
+    return sum(torch.sigmoid(gate.logits).mean() for _, gate in gates(model))

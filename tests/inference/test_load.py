@@ -1,0 +1,108 @@
+"""Accelerated networks under load: many inferences, a large image, too little memory"""
+import resource
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, Callable, Dict
+
+import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+
+# isort: split
+import timm
+import torch
+from accelerated import check, images, is_decided
+from effort import TIMES
+from forked import CONTEXT, run_script
+from mmengine.config import Config
+from mmengine.registry import DefaultScope
+from mmseg.registry import MODELS
+from mmseg_small import BASE
+from nets import shuffle
+from paths import ROOT
+
+from timm_gated import accelerate, gates
+
+GIGABYTE = 2 ** 30
+COUNT = 2000 * TIMES
+
+
+def memory(key: str) -> int:
+    """Of this process, by Linux's account: VmSize, all that it may use; VmRSS, what it uses; VmHWM, the most so far."""
+    lines = Path('/proc/self/status').read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f'{key}:'))
+
+
+def test_thousands_of_inferences(tmp_path):
+    """In a process of their own: there, nothing was freed before that could hide what they take."""
+    tool = ROOT / 'tools' / 'soak_inference.py'
+    done = run_script(tool, '--backend', 'native', '--count', COUNT, cwd=tmp_path)
+    assert done.returncode == 0, done.output
+    assert f'{COUNT} inferences: 0 outputs changed' in done.output
+
+
+def forget_peak() -> None:
+    Path('/proc/self/clear_refs').write_text('5')
+
+
+@torch.no_grad()
+def run_large_image() -> Dict[str, Any]:
+    """1,000 x 500 pixels, masked and accelerated. (Only the last map is kept, which depends on all others.)"""
+    config = Config.fromfile(BASE).model.backbone
+    assert config.depth == 50 and config.dilations[-1] == 4
+    torch.manual_seed(0)
+    with DefaultScope.overwrite_default_scope('mmseg'):
+        model = shuffle(MODELS.build(config))
+    model.eval()
+    x = images(1, 500, 1000)
+    peaks, before = {}, memory('VmRSS')
+    forget_peak()
+    expected = model(x)[-1]
+    peaks['masked'] = memory('VmHWM') - before
+    assert is_decided(model)
+    shares = [float(gate.decision.mean()) for _, gate in gates(model)]
+
+    fast = accelerate(model, 'native')
+    forget_peak()
+    actual = fast(x)[-1]
+    peaks['accelerated'] = memory('VmHWM') - before
+    shape, scale = tuple(actual.shape), max(map(abs, expected.aminmax()))
+    difference = float(actual.sub_(expected).abs_().max() / scale)
+    return dict(peaks=peaks, open=sum(shares) / len(shares), shape=shape, difference=difference)
+
+
+def in_own_process(function: Callable[[], Any]) -> Any:
+    """What a function returns in a new process, which has no memory that other tests have left."""
+    with ProcessPoolExecutor(1, CONTEXT) as pool:
+        return pool.submit(function).result()
+
+
+def test_large_image_through_the_backbone_of_pspnet():
+    result = in_own_process(run_large_image)
+    print({name: f'{peak / GIGABYTE:.2f} GB' for name, peak in result['peaks'].items()})
+    assert result['shape'] == (1, 2048, 63, 125) and 0.2 < result['open'] < 0.8
+    assert result['difference'] <= 1e-4
+    assert max(result['peaks'].values()) < 0.8 * GIGABYTE
+
+
+def run_out_of_memory() -> str:
+    """Returns the error. (What pytest raises cannot be pickled, so it would not come back.)"""
+    torch.manual_seed(0)
+    model = shuffle(timm.create_model('gated_resnet18')).eval()
+    large, small = images(1, 1024, 1024), images(1, 64, 64)
+    expected = accelerate(model, 'native')(small)
+    fast = accelerate(model, 'native')
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (memory('VmSize') + GIGABYTE // 16, limits[1]))
+    message = ''
+    try:
+        fast(large)
+    except MemoryError as error:
+        message = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert torch.equal(fast(small), expected)
+    check(model, large, 'native')
+    return message
+
+
+def test_too_little_memory_is_an_error_after_which_all_goes_on():
+    assert 'out of memory' in in_own_process(run_out_of_memory)

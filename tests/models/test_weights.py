@@ -1,0 +1,150 @@
+"""Weights that come inside the package: what stock timm makes of them, and that they are installed with it"""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from nets import GATED
+from paths import ROOT
+from timm.models import get_arch_name, get_pretrained_cfg, save_for_hf, split_model_name_tag
+
+from timm_gated.models._registry import WEIGHTS_DIR, entry_points, list_weights, weights_file
+
+OWN = [name for name in timm.list_models(list(entry_points()), include_tags=True) if '.' in name]
+FILES = {name: get_pretrained_cfg(name).file for name in OWN if get_pretrained_cfg(name).file}
+DEFAULTS = {'cifar_resnet20': 'e28_c10', 'gated_resnet20': 'bas_c10'}  # where a model has several tags with weights
+packaged = pytest.mark.parametrize('name', FILES)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def asked(*args, **kwargs):
+        pytest.fail('the network was asked for weights')
+
+    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+    for function in ('load_state_dict_from_hf', 'load_state_dict_from_url', 'download_cached_file'):
+        monkeypatch.setattr(f'timm.models._builder.{function}', asked)
+
+
+def images(in_chans: int = 3) -> torch.Tensor:
+    return torch.randn(2, in_chans, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def assert_loaded(model: torch.nn.Module, stored: dict, without: tuple = ()) -> None:
+    own = model.state_dict()
+    compared = [key for key in own if not key.startswith(without)] if without else list(own)
+    assert compared and all(torch.equal(own[key], stored[key]) for key in compared)
+
+
+def test_entry_points_are_those_of_this_package():
+    assert {*GATED, *timm.list_models(['cifar_resnet*', 'slim_resnet*']), 'batch_shaped'} == set(entry_points())
+    assert 'resnet18' not in entry_points() and entry_points()['gated_resnet20'].__name__ == 'gated_resnet20'
+
+
+def test_every_file_belongs_to_a_config_and_the_other_way_round():
+    expected = {f'{name}.{suffix}' for name in FILES for suffix in ('safetensors', 'md')}
+    assert {path.name for path in WEIGHTS_DIR.iterdir()} == expected
+    assert all(FILES[name] == weights_file(name) for name in FILES)
+    without = [name for name in OWN if name not in list_weights()]
+    assert {split_model_name_tag(name)[1] for name in without} <= {'untrained'}
+
+
+def test_weights_that_are_missing_are_not_offered(tmp_path, monkeypatch):
+    monkeypatch.setattr('timm_gated.zoo.WEIGHTS_DIR', tmp_path)
+    assert weights_file('gated_resnet20.bas_c10') is None
+    (tmp_path / 'gated_resnet20.bas_c10.safetensors').touch()
+    assert weights_file('gated_resnet20.bas_c10') == str(tmp_path / 'gated_resnet20.bas_c10.safetensors')
+
+
+def test_listing():
+    assert set(FILES) <= set(list_weights()) == set(timm.list_pretrained(list(entry_points())))
+    assert 'gated_resnet18.dense_a1_in1k' in list_weights()  # the hub's
+    assert not any(name.endswith('.untrained') for name in list_weights())
+    for model in {get_arch_name(name) for name in FILES}:
+        tags = [split_model_name_tag(name)[1] for name in FILES if get_arch_name(name) == model]
+        assert get_pretrained_cfg(model).tag == (tags[0] if len(tags) == 1 else DEFAULTS[model])
+
+
+@packaged
+def test_file(name):
+    path = Path(FILES[name])
+    assert path.is_absolute() and path.parent == WEIGHTS_DIR and path.name == f'{name}.safetensors'
+    assert path.stat().st_size < 3e6
+    stored = safetensors.torch.load_file(path)
+    own = timm.create_model(name, device='meta').state_dict()
+    assert {k: (v.shape, v.dtype) for k, v in stored.items()} == {k: (v.shape, v.dtype) for k, v in own.items()}
+    assert all(value.isfinite().all() for value in stored.values())
+    assert all(stored[key].min() > 0 for key in stored if key.endswith('running_var'))  # of a training
+
+
+@packaged
+def test_pretrained(name):
+    stored = safetensors.torch.load_file(FILES[name])
+    model = timm.create_model(name, pretrained=True).eval()
+    assert_loaded(model, stored)
+    assert model.num_classes == 10 and model(images()).shape == (2, 10) and model(images()).isfinite().all()
+
+    with_other_head = timm.create_model(name, pretrained=True, num_classes=5)
+    assert with_other_head.fc.out_features == 5
+    assert_loaded(with_other_head, stored, without=('fc.',))
+
+    grey = timm.create_model(name, pretrained=True, in_chans=1)
+    assert torch.equal(grey.conv1.weight, stored['conv1.weight'].sum(1, keepdim=True))
+    assert_loaded(grey, stored, without=('conv1.',))
+
+    features = timm.create_model(name, pretrained=True, features_only=True, out_indices=(1, 2)).eval()
+    assert_loaded(features, stored)
+    with torch.no_grad():
+        expected = model.forward_intermediates(images(), indices=[1, 2], intermediates_only=True)
+        for ours, theirs in zip(features(images()), expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@packaged
+def test_by_tag_by_default_and_by_an_overlay(name, tmp_path):
+    model, tag = split_model_name_tag(name)
+    stored = safetensors.torch.load_file(FILES[name])
+    assert_loaded(timm.create_model(model, pretrained=True, pretrained_cfg=tag), stored)
+    if get_pretrained_cfg(model).tag == tag:
+        assert_loaded(timm.create_model(model, pretrained=True), stored)
+    others = {key: value + 1 if value.is_floating_point() else value for key, value in stored.items()}
+    safetensors.torch.save_file(others, tmp_path / 'other.safetensors')
+    overlay = dict(file=str(tmp_path / 'other.safetensors'))
+    assert_loaded(timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay), others)
+    untrained = timm.create_model(name)
+    assert not torch.equal(untrained.conv1.weight, stored['conv1.weight'])
+
+
+@packaged
+def test_another_depth_or_width_is_refused(name):
+    for options, message in ((dict(layers=(1, 1, 1)), '3-3-3 blocks.*1-1-1'), (dict(inner_width=2), 'other shapes')):
+        with pytest.raises(ValueError, match=message):
+            timm.create_model(name, pretrained=True, **options)
+
+
+@packaged
+def test_saved_config_holds_no_path(name, tmp_path):
+    model = timm.create_model(name, pretrained=True)
+    save_for_hf(model, str(tmp_path), model_args={})
+    config = (tmp_path / 'config.json').read_text()
+    assert str(WEIGHTS_DIR) not in config and 'safetensors' not in config
+    assert json.loads(config)['pretrained_cfg']['tag'] == split_model_name_tag(name)[1]
+    assert_loaded(timm.create_model(f'local-dir:{tmp_path}', pretrained=True), safetensors.torch.load_file(FILES[name]))
+
+
+def test_installed_with_the_package():
+    """What setup.py would put beside the modules."""
+    script = (
+        'from distutils.core import run_setup\n'
+        'build = run_setup("setup.py", stop_after="init").get_command_obj("build_py")\n'
+        'build.ensure_finalized()\n'
+        'print(*(f"{package}/{name}" for package, _, _, names in build.data_files for name in names), sep="\\n")\n')
+    done = subprocess.run(
+        [sys.executable, '-c', 'import setuptools\n' + script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    expected = {f'timm_gated/weights/{name}.{suffix}' for name in FILES for suffix in ('safetensors', 'md')}
+    assert set(done.stdout.split()) == expected

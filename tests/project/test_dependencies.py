@@ -1,0 +1,81 @@
+"""Other environments than that of the tests: without mmsegmentation, and with the oldest versions"""
+import re
+import subprocess
+import sys
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from paths import ROOT
+
+SCRIPT = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('mmseg', 'mmengine', 'mmcv'):
+            raise ModuleNotFoundError(f'No module named {name!r}', name=name)
+
+sys.meta_path.insert(0, Refuse())
+import timm
+import torch
+from timm.optim import create_optimizer_v2
+from timm.task import ClassificationTask
+import timm_gated
+import timm_gated.analysis
+
+torch.manual_seed(0)
+model = timm.create_model('gated_resnet20', layers=(1, 1, 1), lam=0.1, gamma=0.1, gamma_epochs='fixed')
+optimizer = create_optimizer_v2(model, 'sgd', lr=0.1)
+before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+images, labels = torch.randn(4, 3, 32, 32), torch.arange(4)
+result = ClassificationTask(model, torch.nn.CrossEntropyLoss())(images, labels)
+result['loss'].backward()
+optimizer.step()
+assert {'batch_shaping_loss', 'l0_loss'} <= set(result)
+changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+assert {'conv1.weight', 'layer1.0.gate1.fc2.weight', 'fc.weight'} <= changed
+
+model.eval()
+expected = model(images)
+torch.testing.assert_close(timm_gated.accelerate(model)(images), expected, atol=1e-4, rtol=1e-4)
+assert 0 < timm_gated.count_macs(model, images).share < 1.1
+timm_gated.save_pretrained(model, 'saved')
+torch.testing.assert_close(timm.create_model('local-dir:saved', pretrained=True).eval()(images), expected)
+
+try:
+    import mmseg_plugin
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def test_without_mmseg(tmp_path):
+    done = subprocess.run(
+        [sys.executable, '-c', SCRIPT], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    # (which the script saw to: nothing above had need of it)
+    assert re.search("No module named 'mm(seg|engine|cv)", done.stdout), done.stdout
+
+
+def test_the_lock_has_a_version_for_every_requirement():
+    """What `make` installs is what the package asks for; `make lock` writes it anew."""
+    comment, *lines = (ROOT / 'constraints.txt').read_text().splitlines()
+    pins = {canonicalize_name(name): version for name, version in (line.split('==') for line in lines)}
+    required = [Requirement(text) for text in metadata.requires('timm-gated')]
+    assert len(required) > 30
+    for requirement in required:
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
+    assert {'pip', 'setuptools'} <= set(pins)
+    assert not any(name.startswith(('nvidia', 'cuda', 'triton')) for name in pins)  # torch's own
+
+
+def test_the_oldest_versions_are_the_lower_bounds():
+    """What `make oldest` runs the tests with is what the package asks for."""
+    pins = re.findall(r'^([\w-]+)==([\d.]+)$', (ROOT / 'tests' / 'oldest.txt').read_text(), re.MULTILINE)
+    setup = (ROOT / 'setup.py').read_text()
+    required = re.search(r'^INSTALL_REQUIRES = \[\n(.*?)^\]', setup, re.MULTILINE | re.DOTALL).group(1)
+    bounds = re.findall(r"'([\w-]+)>=([\d.]+)", required)
+    assert len(bounds) >= 4 and sorted(bounds) == sorted(pins)
+    oldest = re.search(r'^\| oldest: (.*?) \|', (ROOT / 'README.md').read_text(), re.MULTILINE).group(1)
+    assert sorted(f'{name} {version}' for name, version in pins) == sorted(oldest.split(', '))

@@ -1,0 +1,63 @@
+"""The figures of experiments/ and of the cards are those that were measured, and the runs those of the script"""
+import csv
+import json
+import re
+
+import pytest
+import timm
+import yaml
+from paths import ROOT
+
+from timm_gated import model_card
+from timm_gated.models._registry import WEIGHTS_DIR
+
+FOLDER = ROOT / 'experiments'
+RUNS = FOLDER / 'cifar10'
+RESULTS = {result['name']: result for result in json.loads((RUNS / 'evaluation.json').read_text())['results']}
+CARDS = sorted(WEIGHTS_DIR.glob('*.md'))
+
+
+def row(result: dict) -> list:
+    gates = ' / '.join(str(result[kind]) for kind in ('always_on', 'conditional', 'always_off'))
+    return [
+        f'{result["top1"]:.2f}', f'{result["mean_macs"] / 1e6:.2f} M', f'{100 * result["macs_share"]:.1f} %',
+        gates if result['num_gates'] else '']
+
+
+def test_tables_are_the_measured_figures():
+    text = (FOLDER / 'README.md').read_text()
+    rows = {name: cells for name, cells in re.findall(r'^ *\| `(\w+)`: [^|]+\|(.*)\|$', text, re.MULTILINE)}
+    assert rows.keys() == RESULTS.keys()
+    for name, cells in rows.items():
+        assert [cell.strip() for cell in cells.split('|')] == row(RESULTS[name]), name
+
+
+@pytest.mark.parametrize('name', RESULTS)
+def test_every_run_is_kept_and_has_its_command(name):
+    args = yaml.safe_load((RUNS / name / 'args.yaml').read_text())
+    with (RUNS / name / 'summary.csv').open() as file:
+        curve = list(csv.DictReader(file))
+    assert [int(line['epoch']) for line in curve] == list(range(args['epochs']))
+    # (train.py evaluates in bfloat16, tools/evaluate.py in float32)
+    assert abs(float(curve[-1]['eval_top1']) - RESULTS[name]['top1']) < 0.25
+    assert re.search(rf'^ *{name}\)', (RUNS / 'run.sh').read_text(), re.MULTILINE)
+    assert 'Train: 0 [   0/' in (RUNS / name / 'log.txt').read_text()
+    assert args['model'] == RESULTS[name]['model'] and args['seed'] == 42
+
+
+def test_no_machine_is_named():
+    for path in [*RUNS.rglob('*'), *CARDS]:
+        if path.is_file() and path.suffix != '.png':
+            assert not re.search(r'(?<![\w.])/(tmp|work|home|root|data)/', path.read_text()), path
+
+
+@pytest.mark.parametrize('path', CARDS, ids=lambda path: path.stem)
+def test_cards_say_what_was_measured(path):
+    architecture, tag = path.stem.split('.')
+    model = timm.create_model(path.stem, pretrained=True)
+    command = re.search(r'^bash experiments/cifar10/run.sh (\w+)$', path.read_text(), re.MULTILINE)
+    result = RESULTS[command.group(1)]
+    card = model_card(model, result, 'uoft-cs/cifar10', 'test', command.group(), tag=tag)
+    assert path.read_text() == str(card) and result['model'] == architecture
+    readme = (FOLDER.parent / 'README.md').read_text()
+    assert '| '.join((f'| `{path.stem}` ', *(f'{cell} '.lstrip() for cell in row(result)))) + '|' in readme

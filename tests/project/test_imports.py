@@ -1,0 +1,269 @@
+"""What importing our packages, and building the first gated model, changes in timm, mmengine and torch"""
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+
+# isort: split
+import mmengine
+import pytest
+import timm
+import torch
+import torch.nn as nn
+from mmengine.runner import CheckpointLoader
+from mmseg.registry import HOOKS, MODELS
+from mmseg_small import TINY as TINY_SEGMENTOR
+from paths import HELPERS
+from timm.models import load_checkpoint
+from timm.task import ClassificationTask, TrainingTask
+from timm.utils import CheckpointSaver
+
+from mmseg_plugin.checkpoints import extend_checkpoint_loader
+from mmseg_plugin.compat import history_allowed
+from timm_gated import GateLosses, extend_timm_tasks, gates, protect_timm_checkpoints, shape_features
+from timm_gated.utils import installation
+
+TINY: Dict[str, Any] = dict(layers=(1, 1, 1), channels=(4, 4, 4))
+
+
+def make_gated() -> nn.Module:
+    return timm.create_model('gated_resnet20', **TINY)
+
+
+def make_plain() -> nn.Module:
+    return timm.create_model('cifar_resnet20', **TINY)
+
+
+def test_imports_change_nothing():
+    worker = HELPERS / 'imports_worker.py'
+    done = subprocess.run([sys.executable, str(worker)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+# What installs
+
+
+RESNET: Dict[str, Any] = dict(depth=18, base_channels=8, stem_channels=8)
+
+
+def dense_segmentor(kind: str) -> nn.Module:
+    head = dict(TINY_SEGMENTOR['decode_head'], in_channels=64, channels=64, in_index=3)
+    return MODELS.build(dict(type=kind, backbone=dict(type='ResNetV1c', **RESNET), decode_head=head))
+
+
+def build(registry: Any, kind: str, **options: Any) -> Callable[[], Any]:
+    return lambda: registry.build(dict(type=kind, **options))
+
+
+@pytest.fixture
+def installed(monkeypatch) -> List[bool]:
+    """Gets an entry at the first gate or objective."""
+    calls: List[bool] = []
+    monkeypatch.setattr(installation, '_pending', [lambda: calls.append(True)])
+    return calls
+
+
+@pytest.mark.parametrize('make', [
+    make_gated,
+    lambda: timm.create_model('gated_resnet20', features_only=True, **TINY),
+    GateLosses,
+    lambda: shape_features(make_plain(), {'layer1': 'normal'}),
+    build(MODELS, 'GatedResNet', **RESNET),
+    build(MODELS, 'SlimResNet', **RESNET),
+    build(MODELS, 'TimmGatedBackbone', model_name='cifar_resnet20'),
+    lambda: dense_segmentor('GatedEncoderDecoder'),
+    build(HOOKS, 'GateStatisticsHook'),
+    build(HOOKS, 'GateLossScheduleHook', loss_name='loss_l0', schedule='linear_warmup', begin=0, end=1),
+], ids=['model', 'features', 'objective', 'shaping', 'backbone', 'slim', 'timm', 'segmentor', 'hook', 'schedule'])
+def test_the_first_of_ours_installs(make, installed):
+    make()
+    assert installed == [True]
+    make()
+    assert installed == [True]
+
+
+@pytest.mark.parametrize('make', [make_gated, GateLosses, lambda: gates(make_gated())[0][1]])
+@pytest.mark.parametrize('again', [lambda thing: pickle.loads(pickle.dumps(thing)), copy.deepcopy])
+def test_so_does_one_that_is_not_built(make, again, monkeypatch):
+    thing, calls = make(), []
+    monkeypatch.setattr(installation, '_pending', [lambda: calls.append(True)])
+    again(thing)
+    assert calls == [True]
+
+
+@pytest.mark.parametrize('make', [
+    make_plain, lambda: pickle.loads(pickle.dumps(make_plain())), lambda: dense_segmentor('EncoderDecoder'),
+    lambda: timm.create_model('resnet18', device='meta'),
+    lambda: ClassificationTask(make_plain(), nn.CrossEntropyLoss(), verbose=False)])
+def test_others_install_nothing(make, installed):
+    make()
+    assert not installed
+
+
+# What is installed passes on what does not concern gated models
+
+
+def test_errors_keep_their_types(tmp_path):
+    """Also of a file that is cut short, and also for a model that is not ours."""
+    make_gated()
+    path, plain = tmp_path / 'weights.pth', make_plain()
+    torch.save(plain.state_dict(), path)
+    content = path.read_bytes()
+    for size in (0, 3, 100, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:size])
+        with pytest.raises(Exception) as expected:
+            timm.models._helpers.load_state_dict.__wrapped__(str(path))
+        with pytest.raises(expected.type) as error:
+            load_checkpoint(plain, str(path))
+        assert str(error.value) == str(expected.value)
+        assert len(error.value.__notes__) == 1 and f'{path} is cut short' in error.value.__notes__[0]
+    for other, content in (('missing.pth', None), ('text.pth', b'no checkpoint')):
+        if content:
+            (tmp_path / other).write_bytes(content)
+        with pytest.raises(Exception) as expected:
+            timm.models._helpers.load_state_dict.__wrapped__(str(tmp_path / other))
+        with pytest.raises(expected.type) as error:
+            load_checkpoint(plain, str(tmp_path / other))
+        assert str(error.value) == str(expected.value) and not hasattr(error.value, '__notes__')
+
+
+def test_wrong_arguments_have_pythons_errors():
+    make_gated()
+    for args in (dict(), dict(checkpoint='x'), dict(use_ema=False)):
+        with pytest.raises(TypeError, match=r'load_state_dict\(\)'):
+            timm.models.load_state_dict(**args)
+
+
+def save_twice(model: nn.Module, folder: Path, monkeypatch: Any, by_task: bool = False) -> List[bool]:
+    """Whether the last checkpoint was there when the next was put in its place."""
+    task = ClassificationTask(model, nn.CrossEntropyLoss(), verbose=False) if by_task else None
+    saver = CheckpointSaver(
+        None if by_task else model, torch.optim.SGD(model.parameters()), task=task, checkpoint_dir=str(folder))
+    saver.save_checkpoint(0)
+    there, replace = [], os.replace
+
+    def watched(source: Any, target: Any) -> None:
+        there.append(Path(target).exists())
+        replace(source, target)
+    monkeypatch.setattr(os, 'replace', watched)
+    saver.save_checkpoint(1)
+    assert saver.can_hardlink and torch.load(folder / 'last.pth.tar')['epoch'] == 1
+    return there
+
+
+@pytest.mark.parametrize('by_task', [False, True])
+def test_checkpoints_of_gated_models_are_replaced_in_one_step(by_task, tmp_path, monkeypatch):
+    assert save_twice(make_gated(), tmp_path, monkeypatch, by_task) == [True]
+
+
+@pytest.mark.parametrize('by_task', [False, True])
+def test_checkpoints_of_others_are_replaced_by_timm(by_task, tmp_path, monkeypatch):
+    make_gated()
+    assert save_twice(make_plain(), tmp_path, monkeypatch, by_task) == [False]
+
+
+def test_shaped_features_make_a_gated_training(tmp_path, monkeypatch):
+    model = make_plain()
+    shape_features(model, {'layer1': 'normal'})
+    assert save_twice(model, tmp_path, monkeypatch) == [True]
+
+
+def test_tasks_of_others_are_timms():
+    make_gated()
+    task = ClassificationTask(make_plain(), nn.CrossEntropyLoss(), verbose=False)
+    assert type(task) is ClassificationTask
+    assert type(pickle.loads(pickle.dumps(task))) is ClassificationTask
+
+
+# It calls what was there before
+
+
+def test_functions_of_timm_that_were_replaced_before(monkeypatch, tmp_path):
+    calls = []
+
+    def note(name: str) -> Callable:
+        return lambda *args, **kwargs: calls.append((name, args[-1]))
+    monkeypatch.setattr(CheckpointSaver, '_replace', note('replace'))
+    monkeypatch.setattr('timm.task._helpers._load_train_checkpoint', note('resume'))
+    for module in ('timm.models', 'timm.models._helpers', 'timm.models._builder', 'timm.models._hub'):
+        monkeypatch.setattr(f'{module}.load_state_dict', note(module))
+    protect_timm_checkpoints.__wrapped__()
+    (tmp_path / 'new').touch()
+    for model in (make_gated(), make_plain()):
+        CheckpointSaver(model, None)._replace(str(tmp_path / 'new'), 'last')
+    timm.task._helpers._load_train_checkpoint('path')
+    timm.models._builder.load_state_dict('path')
+    assert calls == [('replace', 'last'), ('replace', 'last'), ('resume', 'path'), ('timm.models._builder', 'path')]
+
+
+@pytest.mark.parametrize('make', [make_gated, make_plain])
+def test_tasks_that_were_extended_before(make, monkeypatch):
+    made = []
+
+    def new(cls, *args, **kwargs):
+        made.append((cls, args))
+        return object.__new__(cls)
+    monkeypatch.setattr(TrainingTask, '__new__', staticmethod(new))
+    extend_timm_tasks.__wrapped__()
+    model, criterion = make(), nn.CrossEntropyLoss()
+    task = ClassificationTask(model, criterion, verbose=False)
+    assert made == [(type(task), (model, criterion))] and task.criterion is criterion
+
+
+def test_a_loader_of_mmengine_that_was_replaced_before(monkeypatch):
+    def load(cls, filename, map_location=None, logger='current'):
+        return cls, filename, map_location
+    monkeypatch.setattr(CheckpointLoader, 'load_checkpoint', classmethod(load))
+    extend_checkpoint_loader.__wrapped__()
+    assert CheckpointLoader.load_checkpoint('path', map_location='cpu') == (CheckpointLoader, 'path', 'cpu')
+
+
+# What torch takes for safe
+
+
+class Malicious:
+    def __reduce__(self):
+        return getattr, (mmengine.logging.HistoryBuffer, '__init__')
+
+
+@pytest.fixture
+def history(tmp_path) -> Path:
+    torch.save({'x': mmengine.logging.HistoryBuffer([1.], [1])}, tmp_path / 'good.pth')
+    return tmp_path / 'good.pth'
+
+
+def test_mmengine_loads_its_history_and_nothing_else(history, tmp_path):
+    make_gated()
+    before = set(torch.serialization.get_safe_globals())
+    assert CheckpointLoader.load_checkpoint(str(history))['x'].mean() == 1
+    torch.save({'x': Malicious()}, tmp_path / 'bad.pth')
+    with pytest.raises(Exception, match="refused to load: .*'__init__'"):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'bad.pth'))
+    assert set(torch.serialization.get_safe_globals()) == before
+    with pytest.raises(pickle.UnpicklingError, match='Unsupported global'):
+        torch.load(history)
+
+
+def test_what_the_user_takes_for_safe_stays_so(history):
+    with torch.serialization.safe_globals([mmengine.logging.HistoryBuffer]):
+        for _ in range(2):
+            with history_allowed(), history_allowed():
+                assert torch.load(history)['x'].mean() == 1
+        assert mmengine.logging.HistoryBuffer in torch.serialization.get_safe_globals()
+    assert mmengine.logging.HistoryBuffer not in torch.serialization.get_safe_globals()
+
+
+def test_threads_do_not_take_it_from_one_another(history):
+    make_gated()
+    with ThreadPoolExecutor(4) as threads:
+        loaded = list(threads.map(CheckpointLoader.load_checkpoint, [str(history)] * 40))
+    assert all(checkpoint['x'].mean() == 1 for checkpoint in loaded)
+    assert mmengine.logging.HistoryBuffer not in torch.serialization.get_safe_globals()

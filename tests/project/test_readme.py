@@ -1,0 +1,77 @@
+"""The README is the truth: its snippets run, its zoo is what the models are, its paths exist"""
+import functools
+import re
+from types import ModuleType
+
+import pytest
+import timm
+import torch
+from nets import GATED, family
+from paths import ROOT
+from tool import load_tool
+
+README = (ROOT / 'README.md').read_text()
+SNIPPETS = re.findall(r'```python\n(.*?)```', README, re.DOTALL)
+METHODS = (ROOT / 'configs' / 'timm' / 'README.md').read_text()
+ZOO, ALL_METHODS = (re.findall(r'^(\| `(\w+_resnet\w+)` \| \d.*)$', text, re.MULTILINE) for text in (README, METHODS))
+
+
+def test_there_are_snippets():
+    assert len(SNIPPETS) >= 5
+
+
+@pytest.mark.parametrize('index', range(len(SNIPPETS)))
+def test_snippet_runs(index, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
+    torch.manual_seed(0)
+    exec(compile(SNIPPETS[index], f'README.md, python snippet {index}', 'exec'), {})
+
+
+def test_zoo_is_complete():
+    assert sorted(name for _, name in ZOO) == sorted(timm.list_models('gated_*'))
+    assert sorted(name for _, name in ALL_METHODS) == sorted(GATED)
+
+
+@functools.cache
+def model_table() -> ModuleType:
+    return load_tool('model_table')
+
+
+@pytest.mark.parametrize('row, name', sorted({*ZOO, *ALL_METHODS}), ids=lambda value: value if '|' not in value else '')
+def test_zoo_row(row, name):
+    assert row == model_table().row(name)
+
+
+def test_a_row_by_hand():
+    """ResNet-34 of the paper: 21.91 M parameters, 3.66 G MACs."""
+    row = '| `gated_resnet34` | 224 | 21.916 M | 21.798 M | 3.664 G | 0.046 % | 3776 |'
+    assert model_table().row('gated_resnet34') == row
+
+
+def test_tool_of_the_table(capsys):
+    assert model_table().main(['convnet_aig_resnet2*']) == 0
+    header, rule, row = capsys.readouterr().out.splitlines()
+    assert header in README and header in METHODS and row in METHODS and rule.count('---') == header.count('|') - 1
+    assert model_table().main(['resnet34']) == 1 and "'resnet34'" in capsys.readouterr().err
+
+
+def test_every_method_is_described():
+    described = re.findall(r'^\| `(\w+)_resnet…` \|', METHODS, re.MULTILINE)
+    assert sorted(described) == sorted({family(name) for name in GATED})
+    assert all(f'| `{method}_resnet' in README for method in described)
+
+
+def expand(pattern: str) -> list:
+    """Alternatives of a name with braces, as a shell expands them."""
+    match = re.search(r'{(.*?)}', pattern)
+    if not match:
+        return [pattern]
+    return [name for part in match.group(1).split(',') for name in expand(pattern.replace(match.group(), part, 1))]
+
+
+def test_table_of_configs_is_complete():
+    rows = re.findall(r'^\| (`(?:cifar10|imagenet)/.*?) \|', README, re.MULTILINE)
+    listed = [name for row in rows for pattern in re.findall('`(.*?)`', row) for name in expand(pattern)]
+    configs = ROOT / 'configs' / 'timm'
+    there = [str(path.relative_to(configs).with_suffix('')) for path in configs.glob('*/*.yaml')]
+    assert sorted(listed) == sorted(there)

@@ -1,0 +1,24 @@
+"""Names and shapes in the state dicts of all models, as recorded for version 0.1: checkpoints must go on loading."""
+import gzip
+import json
+
+import pytest
+import timm
+import torch
+from mmseg.registry import MODELS
+from paths import ROOT
+
+import mmseg_plugin  # noqa: F401  (registers the backbones)
+
+RECORDED = json.loads(gzip.decompress((ROOT / 'tests' / 'data' / 'state_dict_keys.json.gz').read_bytes()))
+
+
+@pytest.mark.parametrize('name', RECORDED)
+def test_state_dict_keys_are_those_of_version_0_1(name):
+    with torch.device('meta'):
+        if name.startswith('mmseg.'):
+            backbone, _, depth = name.removeprefix('mmseg.').rpartition('-')
+            model = MODELS.build(dict(type=backbone, depth=int(depth)))
+        else:
+            model = timm.create_model(name)
+    assert {key: list(tensor.shape) for key, tensor in model.state_dict().items()} == RECORDED[name]

@@ -1,0 +1,13 @@
+"""Models as folders and on the Hugging Face hub, with cards"""
+from .card import model_card, training_settings
+from .hub import CARD_FILE, check_pretrained, pull_from_hub, push_to_hub, save_pretrained
+
+__all__ = [
+    'CARD_FILE',
+    'check_pretrained',
+    'model_card',
+    'pull_from_hub',
+    'push_to_hub',
+    'save_pretrained',
+    'training_settings',
+]

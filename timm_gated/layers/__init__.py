@@ -1,0 +1,68 @@
+"""Gates, gated blocks and what they cost"""
+from .forcing import force_gates
+from .gate import ChannelGate, Gate, GatePool, Gating, apply_gate, gates, set_gate_noise, two_layers
+from .gate_state import gate_density, gate_logits, gate_masks, gate_scores
+from .gated_blocks import (
+    GatedBasicBlock,
+    GatedBlock,
+    GatedBottleneck,
+    GatedConvs,
+    MapMasks,
+    add_shortcut,
+    basic_branch,
+    bottleneck_branch,
+    check_maps,
+    decide,
+    shortcut_of,
+    switch,
+)
+from .macs import MacCounter, MacFormula, Macs, ModuleMacs, count_macs, mac_formula, run_and_report, run_apart
+from .narrow import Channels, check_map, gated_channels, inner_channels, narrow_map, narrow_maps
+from .skip_gates import GATES, STAGES, Memory, RecurrentGate, SkipGate
+
+__all__ = [
+    'ChannelGate',
+    'Channels',
+    'GATES',
+    'Gate',
+    'GatePool',
+    'GatedBasicBlock',
+    'GatedBlock',
+    'GatedBottleneck',
+    'GatedConvs',
+    'Gating',
+    'MacCounter',
+    'MacFormula',
+    'Macs',
+    'MapMasks',
+    'Memory',
+    'ModuleMacs',
+    'RecurrentGate',
+    'STAGES',
+    'SkipGate',
+    'add_shortcut',
+    'apply_gate',
+    'basic_branch',
+    'bottleneck_branch',
+    'check_map',
+    'check_maps',
+    'count_macs',
+    'decide',
+    'force_gates',
+    'gate_density',
+    'gate_logits',
+    'gate_masks',
+    'gate_scores',
+    'gated_channels',
+    'gates',
+    'inner_channels',
+    'mac_formula',
+    'narrow_map',
+    'narrow_maps',
+    'run_and_report',
+    'run_apart',
+    'set_gate_noise',
+    'shortcut_of',
+    'switch',
+    'two_layers',
+]

@@ -1,0 +1,85 @@
+"""Schedules of the gate losses, as pure functions of the progress in epochs
+
+Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
+
+Batch shaping starts strong and is annealed linearly to zero; the L0 loss joins after a delay and ramps up linearly.
+"""
+from typing import Any, Dict, Mapping, NamedTuple, Sequence, Tuple, Union
+
+from ..utils import check_number
+
+__all__ = ['Epochs', 'Scheduled', 'check_epochs', 'linear_anneal', 'linear_warmup', 'scale_epochs']
+
+Epochs = Union[str, Tuple[float, float]]  # 'fixed', or (start, end)
+
+
+class Scheduled(NamedTuple):
+    """A value of a training that follows a schedule, as the log tells it.
+
+    Attributes:
+        what: Name of the loss, or of what else changes.
+        name: Name of the value.
+        first: Value until the schedule starts; the value throughout if there is no schedule.
+        last: Value once the schedule has ended.
+        epochs: Start and end of the schedule, or 'fixed'.
+    """
+    what: str
+    name: str
+    first: float
+    last: float
+    epochs: Epochs
+
+    def __str__(self) -> str:
+        if isinstance(self.epochs, str):
+            return f'{self.what}: {self.name} {self.last:g} throughout'
+        start, end = self.epochs
+        return f'{self.what}: {self.name} {self.first:g} to {self.last:g} over epochs {start:g} to {end:g}'
+
+    def begins_after(self, epoch: float) -> bool:
+        """Whether a value that starts at zero is still zero in this epoch."""
+        return not isinstance(self.epochs, str) and self.first == 0 != self.last and epoch <= self.epochs[0]
+
+
+def scale_epochs(options: Mapping[str, Any], factor: float) -> Dict[str, Any]:
+    """Stretch all schedules in a dict of options: the pairs whose names end in `_epochs`.
+
+    Args:
+        options: Options of an objective.
+        factor: New length of a training over its old length.
+    """
+    return {
+        name: tuple(epoch * factor for epoch in value) if name.endswith('_epochs') and value != 'fixed' else value
+        for name, value in options.items()}
+
+
+def check_epochs(epochs: Any, name: str = 'epochs') -> Epochs:
+    """Validate the epochs of a schedule: 'fixed', or a pair (start, end), a list of a YAML's too."""
+    if epochs == 'fixed':
+        return 'fixed'
+    if isinstance(epochs, str) or not isinstance(epochs, Sequence) or len(epochs) != 2:
+        raise ValueError(f"{name} must be 'fixed' or a pair (start, end), got {epochs!r}.")
+    start, end = check_number(epochs[0], f'start of {name}'), check_number(epochs[1], f'end of {name}')
+    if not 0 <= start <= end:
+        raise ValueError(f'{name} must satisfy 0 <= start <= end, got start {start} and end {end}.')
+    return start, end
+
+
+def _fraction(epoch: float, start: float, end: float) -> float:
+    """Share of the way from start to end; a schedule of no length is a step."""
+    if epoch >= end:
+        return 1.
+    if epoch <= start:
+        return 0.
+    return (epoch - start) / (end - start)
+
+
+def linear_anneal(epoch: float, value: float, start: float, end: float) -> float:
+    """`value` until `start`, then linearly down to zero at `end`."""
+    check_epochs((start, end))
+    return value * (1. - _fraction(epoch, start, end))
+
+
+def linear_warmup(epoch: float, value: float, start: float, end: float) -> float:
+    """Zero until `start`, then linearly up to `value` at `end`."""
+    check_epochs((start, end))
+    return value * _fraction(epoch, start, end)

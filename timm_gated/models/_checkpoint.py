@@ -1,0 +1,131 @@
+"""How checkpoints are loaded into gated networks
+
+The state dict of a gated network is that of its dense counterpart plus the keys of its gates, so dense weights load by
+name under fresh gates.
+"""
+import logging
+import re
+from collections import Counter
+from typing import Any, Dict, List, Mapping, Type
+
+import torch.nn as nn
+from timm.models import clean_state_dict
+
+from ..layers import Gating
+from ..loss import Objective
+
+__all__ = ['check_depth', 'check_incoming', 'checkpoint_filter_fn', 'rename_linear_head']
+
+_logger = logging.getLogger(__name__)
+
+StateDict = Dict[str, Any]
+
+
+def checkpoint_filter_fn(state_dict: StateDict, model: nn.Module) -> StateDict:
+    """Turn a dense or gated checkpoint into a state dict of `model`; only keys of gates may be missing from it.
+
+    Takes state dicts of timm and torchvision, those of the common CIFAR ResNets (whose head is called `linear`), and
+    training checkpoints that nest one. A checkpoint that does not fit is refused with what differs.
+
+    Args:
+        state_dict: The checkpoint.
+        model: A gated model, or a dense one of this package.
+    """
+    for key in ('state_dict', 'model'):
+        if isinstance(state_dict.get(key), Mapping):
+            state_dict = state_dict[key]
+            break
+    out = clean_state_dict(state_dict)
+    rename_linear_head(out)
+    mismatch = _depth_mismatch(out, model) or _key_mismatch(out, model)
+    if mismatch:
+        raise ValueError(mismatch)
+    return out
+
+
+def check_incoming(
+        model: nn.Module,
+        state_dict: StateDict,
+        prefix: str = '',
+        error: Type[Exception] = RuntimeError,
+) -> None:
+    """Refuse a state dict of another depth. The log says which gates another one leaves fresh, and so does the network,
+    as `fresh_gates`.
+
+    Args:
+        model: The network.
+        state_dict: The state dict that is being loaded.
+        prefix: Of the network's keys in it.
+        error: What to raise.
+    """
+    check_depth(model, state_dict, prefix, error)
+    learnt = [n for n, m in model.named_modules() if isinstance(m, Gating) and m.state_dict()]
+    fresh = [n for n in learnt if not any(k.startswith(f'{prefix}{n}.') for k in state_dict)]
+    if fresh:
+        _logger.warning(
+            f'The checkpoint has no weights for {len(fresh)} of {len(learnt)} gates; '
+            f'these keep their fresh initialisation: {fresh[0]}{" … " + fresh[-1] if len(fresh) > 1 else ""}.')
+    before = getattr(model, 'fresh_gates', fresh)  # which a checkpoint loaded earlier had none for either
+    model.fresh_gates = tuple(n for n in fresh if n in before)  # type: ignore[assignment]
+
+
+def check_depth(
+        model: nn.Module,
+        state_dict: StateDict,
+        prefix: str = '',
+        error: Type[Exception] = RuntimeError,
+) -> None:
+    """Refuse a state dict of another depth, with a sentence that says so in place of a list of all keys.
+
+    Args:
+        model: A ResNet.
+        state_dict: The state dict that is being loaded.
+        prefix: Of the network's keys in it.
+        error: What to raise.
+    """
+    mismatch = _depth_mismatch(state_dict, model, prefix)
+    if mismatch:
+        raise error(mismatch)
+
+
+def rename_linear_head(state_dict: StateDict, prefix: str = '') -> None:
+    """Give the head of the common CIFAR ResNets, `linear`, timm's name. In place."""
+    for name in ('weight', 'bias'):
+        if f'{prefix}linear.{name}' in state_dict:
+            state_dict[f'{prefix}fc.{name}'] = state_dict.pop(f'{prefix}linear.{name}')
+
+
+def _blocks(keys, prefix: str = '') -> List[int]:
+    """Number of blocks in each stage, from the names of parameters."""
+    found = {m.group(1, 2) for m in (re.match(re.escape(prefix) + r'layer(\d+)\.(\d+)\.', k) for k in keys) if m}
+    counts = Counter(stage for stage, _ in found)
+    return [counts[stage] for stage in sorted(counts, key=int)]
+
+
+def _depth_mismatch(state_dict: StateDict, model: nn.Module, prefix: str = '') -> str:
+    theirs, ours = _blocks(state_dict, prefix), _blocks(model.state_dict())
+    if not theirs or theirs == ours:
+        return ''
+    return (
+        f'the checkpoint is of another depth: its stages have {"-".join(map(str, theirs))} blocks, '
+        f'those of this {type(model).__name__} have {"-".join(map(str, ours))}.')
+
+
+def _key_mismatch(state_dict: StateDict, model: nn.Module) -> str:
+    """What does not fit, apart from gates, and apart from stem and head, which timm adapts itself."""
+    own = model.state_dict()
+    ours = tuple(f'{n}.' for n, m in model.named_modules() if isinstance(m, (Gating, Objective)))
+    adapted = ('conv1.', 'fc.')
+
+    def relevant(key: str) -> bool:
+        return not key.startswith(ours + adapted) and not key.endswith('num_batches_tracked')
+
+    missing = [k for k in own if relevant(k) and k not in state_dict]
+    unexpected = [k for k in state_dict if relevant(k) and k not in own]
+    shapes = [
+        f'{k} {tuple(v.shape)} instead of {tuple(own[k].shape)}'
+        for k, v in state_dict.items() if k in own and relevant(k) and v.shape != own[k].shape]
+    parts = [
+        f'{what}: {", ".join(names[:3])}{" …" if len(names) > 3 else ""}'
+        for what, names in (('missing', missing), ('unexpected', unexpected), ('other shapes', shapes)) if names]
+    return f'the checkpoint does not fit this {type(model).__name__}; {"; ".join(parts)}.' if parts else ''

@@ -1,0 +1,64 @@
+"""Checkpoints of gated models in timm's training
+
+timm replaces its last checkpoint in two steps, and a process killed between them leaves none. For gated models it is
+one step. Errors while a truncated checkpoint is loaded get a note that names the file and the complete ones beside it.
+"""
+import functools
+import inspect
+import sys
+from typing import Any, Callable
+
+import timm.task  # noqa: F401  (it is patched, by its modules' names)
+import torch.nn as nn
+from timm.utils import CheckpointSaver
+
+from ..layers import gates
+from ..loss import objectives
+from ..utils import cut_explained, on_first_use, sync_file
+
+__all__ = ['protect_timm_checkpoints']
+
+
+def _explain_load(load: Callable) -> Callable:
+    """A function that loads the checkpoint whose path is its first argument, with notes on its errors."""
+    name = next(iter(inspect.signature(load).parameters))
+
+    @functools.wraps(load)
+    def load_explained(*args: Any, **kwargs: Any) -> Any:
+        with cut_explained(args[0] if args else kwargs.get(name)):
+            return load(*args, **kwargs)
+    return load_explained
+
+
+def _replace_in_one_step(replace: Callable) -> Callable:
+    """`CheckpointSaver._replace` that keeps the last checkpoint of a gated model until the next is there."""
+
+    @functools.wraps(replace)
+    def replace_gated(self: CheckpointSaver, src: str, dst: str) -> None:
+        trained = [module for module in (self.model, self.task) if isinstance(module, nn.Module)]
+        if not any(gates(module) or objectives(module) for module in trained):
+            return replace(self, src, dst)
+        sync_file(src)
+        can_hardlink, self.can_hardlink = self.can_hardlink, False  # timm first removes the target where it can link
+        try:
+            return replace(self, src, dst)
+        finally:
+            self.can_hardlink = can_hardlink
+    return replace_gated
+
+
+@on_first_use
+def protect_timm_checkpoints() -> None:
+    """Make timm keep a gated model's last checkpoint until the next is there, and explain those that are cut short.
+
+    The first gated model or objective does it. The names are timm's own, not its interface: one that is gone is left
+    alone.
+    """
+    if hasattr(CheckpointSaver, '_replace'):
+        CheckpointSaver._replace = _replace_in_one_step(CheckpointSaver._replace)  # type: ignore[method-assign]
+    for load, modules in (
+            ('_load_train_checkpoint', ['timm.task._helpers']),  # --resume
+            ('load_state_dict', ['timm.models', 'timm.models._helpers', 'timm.models._builder', 'timm.models._hub'])):
+        for module in map(sys.modules.get, modules):
+            if hasattr(module, load):
+                setattr(module, load, _explain_load(getattr(module, load)))
