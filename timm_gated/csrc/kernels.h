@@ -24,8 +24,10 @@ INLINE int even_part(int count, int limit) {
 INLINE int divide_up(int value, int divisor) { return (value + divisor - 1) / divisor; }
 
 /* out[m][n] = sum over j < channels, t < taps of
- *     rows[m][row_offset + columns[j] + t * tap_stride] * x[j * x_plane + tap_offsets[t] + n]
- * plus bias[m], plus residual[m][n], clipped at zero: each of these if asked for. */
+ *     rows[m][row_offset + columns[j] + t * tap_stride] * x[j][tap_offsets[t] + n]
+ * plus bias[m], plus residual[m][n], clipped at zero: each of these if asked for. Strides say where the vectors of x,
+ * out and residual are, so that these may be planes (a row after the other) or panels (a vector of all rows after the
+ * other). Taps need planes. */
 typedef struct {
     const float *const *rows;
     ptrdiff_t row_offset;
@@ -36,11 +38,11 @@ typedef struct {
     ptrdiff_t tap_stride;
     const ptrdiff_t *tap_offsets;
     const float *x;
-    ptrdiff_t x_plane;
+    ptrdiff_t x_row, x_vector;
     float *out;
-    ptrdiff_t out_plane;
+    ptrdiff_t out_row, out_vector;
     const float *bias;
-    const float *residual;  /* planes like those of out */
+    const float *residual;  /* strides like those of out */
     int relu;
 } product_t;
 
@@ -69,13 +71,18 @@ typedef struct {
     int piece_pixels;  /* of a piece of tiles */
     /* Rows [begin, end) of a product, over `vectors` vectors. */
     void (*product)(const product_t *product, int begin, int end, int vectors);
-    /* Vectors [begin, end) of the tiles of a padded plane into v, a point every `point_stride`. */
+    /* `rows` planes, `stride` apart, as panels: vector after vector of all planes. */
+    void (*pack)(const float *x, ptrdiff_t stride, int rows, int vectors, float *panels);
+    /* Vectors [begin, end) of the tiles of a padded plane into v: a vector and a point every so many floats. */
     void (*transform_input)(
-        const tiling_t *tiling, const float *padded, int begin, int end, float *v, ptrdiff_t point_stride);
+        const tiling_t *tiling, const float *padded, int begin, int end, float *v, ptrdiff_t vector_stride,
+        ptrdiff_t point_stride);
     /* The way back, into a compact plane, with what follows a convolution. */
     void (*transform_output)(
-        const tiling_t *tiling, const float *m, ptrdiff_t point_stride, int begin, int end,
+        const tiling_t *tiling, const float *m, ptrdiff_t vector_stride, ptrdiff_t point_stride, int begin, int end,
         float *out, const float *residual, float bias, int relu);
+    /* Elementwise maximum of rows; NaN stays, as in torch. */
+    void (*maximum)(float *x, const float *y, int count);
     /* A plane of a certain pitch into a compact one, with what follows a convolution. */
     void (*finish)(
         const float *from, ptrdiff_t pitch, float *out, const float *residual, int height, int width, float bias,

@@ -10,8 +10,16 @@
 #define API __attribute__((visibility("default")))
 #endif
 
-/* Floats of maps that a step works on at a time, to stay in a core's second-level cache. */
+/* Floats of maps that a step works on at a time, to stay in a core's second-level cache; but at least so many vectors,
+ * as the weights are read anew for each part. */
 #define CACHED_FLOATS (1 << 16)
+#define MIN_VECTORS 12
+
+/* Vectors of a map of so many channels to work on at a time. */
+INLINE int cached_vectors(int channels, int lanes, int64_t vectors) {
+    int limit = CACHED_FLOATS / ((channels + 1) * lanes);
+    return even_part((int)vectors, limit < MIN_VECTORS ? MIN_VECTORS : limit);
+}
 
 #define MAX_SIZE (1 << 20)  /* of channels and the like */
 

@@ -95,6 +95,14 @@ static int transform_weights(network_t *network, op_t *op, int size) {
     return 0;
 }
 
+/* A part of the input, packed: see cached_vectors. */
+static void plan_pointwise(plan_t *plan, const op_t *op, const step_t *step) {
+    int lanes = plan->network->kernels->lanes;
+    int vectors = divide_up(step->out.height * step->out.width, lanes);
+    size_t cached = CACHED_FLOATS, least = (size_t)min(vectors, MIN_VECTORS) * lanes * op->c_in;
+    at_least(&plan->thread_floats, least > cached ? least : cached);
+}
+
 static int plan_direct(plan_t *plan, const op_t *op, step_t *step) {
     int stride = op->stride, reach = (op->kernel - 1) * op->dilation / stride;
     step->phases = min(op->kernel, stride / greatest_common_divisor(stride, op->dilation));
@@ -111,6 +119,9 @@ static int plan_direct(plan_t *plan, const op_t *op, step_t *step) {
             step->tap_offsets[y * op->kernel + x] = phase * step->phase_plane
                 + (ptrdiff_t)(y * op->dilation / stride) * step->pitch + x * op->dilation / stride;
         }
+    if (op->kernel == 1) {
+        plan_pointwise(plan, op, step);
+    }
     int chunk = min(max(CACHED_FLOATS / op->c_in, 256), 2048);
     step->chunk_rows = max(1, min(step->out.height, chunk / step->pitch));
     size_t planes = (size_t)op->c_in * step->phases * step->phases;
@@ -161,6 +172,7 @@ static int best_tile_size(const kernels_t *kernels, const op_t *op, const shape_
 static int plan_conv(plan_t *plan, op_t *op, step_t *step) {
     if (op->kernel == 1 && op->stride == 1 && op->padding == 0) {
         step->algorithm = POINTWISE;
+        plan_pointwise(plan, op, step);
         return 0;
     }
     int size = best_tile_size(plan->network->kernels, op, &step->out);

@@ -84,21 +84,27 @@ static void run_pointwise(context_t *context, const conv_t *conv, const float *x
     product_t product = conv->product;
     product.taps = 1;
     product.tap_offsets = no_offset;
-    product.x_plane = x_plane;
-    product.out_plane = out->plane;
+    product.x = context->own->plane;
+    product.x_row = kernels->lanes;
+    product.x_vector = (ptrdiff_t)conv->n_in * kernels->lanes;
+    product.out_row = out->plane;
+    product.out_vector = kernels->lanes;
     int vectors = divide_up(out->height * out->width, kernels->lanes);
     /* Large maps are split by pixels, small ones, where weights matter more, by rows. */
     int by_pixels = vectors >= 16 * context->threads;
     range_t pixels = by_pixels ? part(context, vectors) : (range_t){0, vectors};
     range_t rows = by_pixels ? (range_t){0, conv->n_out} : part(context, conv->n_out);
-    int chunk = CACHED_FLOATS / (conv->n_in + 1) / kernels->lanes;
-    chunk = even_part((int)(pixels.end - pixels.begin), chunk < 12 ? 12 : chunk);
+    if (pixels.begin == pixels.end || rows.begin == rows.end)
+        return;
+    /* Channels lie far from one another, each on another page of memory. Side by side, they are read from there once
+     * and not again for every block of rows. */
+    int chunk = cached_vectors(conv->n_in, kernels->lanes, pixels.end - pixels.begin);
     for (ptrdiff_t v = pixels.begin; v < pixels.end; v += chunk) {
         ptrdiff_t at = v * kernels->lanes;
-        product.x = x + at;
         product.out = conv->out + at;
         product.residual = conv->residual ? conv->residual + at : NULL;
         int vectors_here = v + chunk < pixels.end ? chunk : (int)(pixels.end - v);
+        kernels->pack(x + at, x_plane, conv->n_in, vectors_here, context->own->plane);
         kernels->product(&product, (int)rows.begin, (int)rows.end, vectors_here);
     }
 }
@@ -149,7 +155,8 @@ static void run_direct(context_t *context, conv_t *conv) {
     }
     product_t product = conv->product;
     product.tap_offsets = step->tap_offsets;
-    product.x_plane = channel;
+    product.x_row = channel;
+    product.x_vector = product.out_vector = kernels->lanes;
     product.out = context->own->plane;
     product.bias = NULL;
     product.relu = 0;
@@ -162,11 +169,11 @@ static void run_direct(context_t *context, conv_t *conv) {
         int vectors = divide_up(height * step->pitch, kernels->lanes);
         product.rows = context->own->rows + begin;
         product.x = split + (ptrdiff_t)y * step->pitch;
-        product.out_plane = (ptrdiff_t)vectors * kernels->lanes;
+        product.out_row = (ptrdiff_t)vectors * kernels->lanes;
         kernels->product(&product, 0, end - begin, vectors);
         for (int m = begin; m < end; m++) {
             ptrdiff_t at = m * step->out.plane + (ptrdiff_t)y * step->out.width;
-            kernels->finish(product.out + (m - begin) * product.out_plane, step->pitch, conv->out + at,
+            kernels->finish(product.out + (m - begin) * product.out_row, step->pitch, conv->out + at,
                             conv->residual ? conv->residual + at : NULL, height, step->out.width,
                             context->own->bias[m], op->relu);
         }
@@ -199,9 +206,12 @@ static void run_winograd(context_t *context, conv_t *conv) {
     product.tap_offsets = no_offset;
     product.bias = NULL;
     product.relu = 0;
+    ptrdiff_t v_vector = (ptrdiff_t)conv->n_in * kernels->lanes, m_vector = (ptrdiff_t)conv->n_out * kernels->lanes;
+    product.x_row = product.out_row = kernels->lanes;
+    product.x_vector = v_vector;
+    product.out_vector = m_vector;
     for (int begin = 0; begin < tiling->vectors; begin += step->block) {
         int end = begin + step->block < tiling->vectors ? begin + step->block : tiling->vectors;
-        ptrdiff_t floats = (ptrdiff_t)(end - begin) * kernels->lanes;
         /* Of the padded plane, the rows that these tiles read. */
         const piece_t *pieces = tiling->pieces;
         int last = end * tiling->pieces_per_vector - 1;
@@ -212,7 +222,7 @@ static void run_winograd(context_t *context, conv_t *conv) {
         range_t channels = part(context, conv->n_in);
         for (ptrdiff_t j = channels.begin; j < channels.end; j++) {
             pad(&step->in, tiling, conv->in + j * step->in.plane, first_row, end_row, padded);
-            kernels->transform_input(tiling, padded, begin, end, v + j * floats, step->v_point);
+            kernels->transform_input(tiling, padded, begin, end, v + j * kernels->lanes, v_vector, step->v_point);
         }
         meet(context);
         range_t points = part(context, tiling->points);
@@ -220,9 +230,7 @@ static void run_winograd(context_t *context, conv_t *conv) {
             product.row_offset = p * point;
             product.then = (p + 1 < points.end ? p + 1 : points.begin) * point;
             product.x = v + p * step->v_point;
-            product.x_plane = floats;
             product.out = m + p * step->m_point;
-            product.out_plane = floats;
             kernels->product(&product, 0, conv->n_out, end - begin);
         }
         meet(context);
@@ -230,7 +238,7 @@ static void run_winograd(context_t *context, conv_t *conv) {
         for (ptrdiff_t k = rows.begin; k < rows.end; k++) {
             ptrdiff_t at = k * step->out.plane;
             kernels->transform_output(
-                tiling, m + k * floats, step->m_point, begin, end, conv->out + at,
+                tiling, m + k * kernels->lanes, m_vector, step->m_point, begin, end, conv->out + at,
                 conv->residual ? conv->residual + at : NULL, context->own->bias[k], conv->op->relu);
         }
     }
@@ -254,7 +262,9 @@ static void run_conv(context_t *context, const op_t *op, const step_t *step) {
 static float most(float a, float b) { return b > a || b != b ? b : a; }
 
 /* Row i of a pooled plane: first down the columns of its window, then along the row. */
-static void pool_row(const op_t *op, const shape_t *in, int i, const float *plane, float *columns, int width, float *out) {
+static void pool_row(
+        const kernels_t *kernels, const op_t *op, const shape_t *in, int i, const float *plane, float *columns, int width,
+        float *out) {
     int top = i * op->stride - op->padding, bottom = top + op->kernel;
     top = top > 0 ? top : 0;
     bottom = bottom < in->height ? bottom : in->height;
@@ -262,8 +272,7 @@ static void pool_row(const op_t *op, const shape_t *in, int i, const float *plan
     for (int y = top + 1; y < bottom; y++) {
         const float *row = plane + (ptrdiff_t)y * in->width;
         if (op->kind == MAX_POOL)
-            for (int x = 0; x < in->width; x++)
-                columns[x] = most(columns[x], row[x]);
+            kernels->maximum(columns, row, in->width);
         else
             for (int x = 0; x < in->width; x++)
                 columns[x] += row[x];
@@ -280,13 +289,14 @@ static void pool_row(const op_t *op, const shape_t *in, int i, const float *plan
 }
 
 static void run_pool(context_t *context, const op_t *op, const step_t *step) {
+    const kernels_t *kernels = context->plan->network->kernels;
     const shape_t *in = &step->in, *out = &step->out;
     range_t channels = part(context, in->channels);
     for (ptrdiff_t c = channels.begin; c < channels.end; c++) {
         const float *x = context->sample->buffers[op->in] + c * in->plane;
         float *y = context->sample->buffers[op->out] + c * out->plane;
         for (int i = 0; i < out->height; i++, y += out->width)
-            pool_row(op, in, i, x, context->own->plane, out->width, y);
+            pool_row(kernels, op, in, i, x, context->own->plane, out->width, y);
     }
 }
 
