@@ -83,6 +83,8 @@ typedef struct {
         float *out, const float *residual, float bias, int relu);
     /* Elementwise maximum of rows; NaN stays, as in torch. */
     void (*maximum)(float *x, const float *y, int count);
+    /* Maximum of windows along a row: out[j] = max x[j * stride + t], t < window. Reads up to MAX_LANES floats more. */
+    void (*max_windows)(const float *x, int window, int stride, float *out, int count);
     /* A plane of a certain pitch into a compact one, with what follows a convolution. */
     void (*finish)(
         const float *from, ptrdiff_t pitch, float *out, const float *residual, int height, int width, float bias,

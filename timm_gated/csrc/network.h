@@ -15,6 +15,9 @@
 #define CACHED_FLOATS (1 << 16)
 #define MIN_VECTORS 12
 
+/* Columns that the windows of a pooled row of so many outputs read. */
+#define pooled_columns(op, width) (((width) - 1) * (op)->stride + (op)->kernel)
+
 /* Vectors of a map of so many channels to work on at a time. */
 INLINE int cached_vectors(int channels, int lanes, int64_t vectors) {
     int limit = CACHED_FLOATS / ((channels + 1) * lanes);

@@ -237,7 +237,9 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     walk->shapes[op->out] = *out;
     walk->gates[op->out] = op->kind == CONV ? op->gate_out : -1;
     at_least(&plan->buffer_floats[op->out], times(out->channels, (size_t)out->plane));
-    at_least(&plan->thread_floats, in->width);  /* a row, for pooling */
+    if (op->kind == MAX_POOL || op->kind == AVG_POOL)  /* a row, with its borders */
+        at_least(&plan->thread_floats,
+                 (size_t)max(pooled_columns(op, out->width), in->width + op->padding) + 2 * MAX_LANES);
     return op->kind == CONV ? plan_conv(plan, op, step) : 0;
 }
 

@@ -1,4 +1,5 @@
 /* Running a plan. The threads of a sample split each operation and meet after it; a batch is split by samples first. */
+#include <math.h>
 #include <string.h>
 #if defined(_OPENMP)
 #include <omp.h>
@@ -258,24 +259,34 @@ static void run_conv(context_t *context, const op_t *op, const step_t *step) {
         run_pointwise(context, &conv, conv.in, step->in.plane);
 }
 
-/* (NaN, once there, stays, as in torch) */
-static float most(float a, float b) { return b > a || b != b ? b : a; }
-
-/* Row i of a pooled plane: first down the columns of its window, then along the row. */
-static void pool_row(
+/* Row i of a max-pooled plane: first down the columns of its window, then along the row, whose borders never win. */
+static void max_pool_row(
         const kernels_t *kernels, const op_t *op, const shape_t *in, int i, const float *plane, float *columns, int width,
         float *out) {
+    int top = i * op->stride - op->padding, bottom = top + op->kernel;
+    top = top > 0 ? top : 0;
+    bottom = bottom < in->height ? bottom : in->height;
+    float *inner = columns + op->padding;
+    memcpy(inner, plane + (ptrdiff_t)top * in->width, (size_t)in->width * sizeof *columns);
+    for (int y = top + 1; y < bottom; y++)
+        kernels->maximum(inner, plane + (ptrdiff_t)y * in->width, in->width);
+    for (int x = 0; x < op->padding; x++)
+        columns[x] = -INFINITY;
+    for (int x = op->padding + in->width; x < pooled_columns(op, width); x++)
+        columns[x] = -INFINITY;
+    kernels->max_windows(columns, op->kernel, op->stride, out, width);
+}
+
+/* Row i of an average-pooled plane; padding does not count. */
+static void average_row(const op_t *op, const shape_t *in, int i, const float *plane, float *columns, int width, float *out) {
     int top = i * op->stride - op->padding, bottom = top + op->kernel;
     top = top > 0 ? top : 0;
     bottom = bottom < in->height ? bottom : in->height;
     memcpy(columns, plane + (ptrdiff_t)top * in->width, (size_t)in->width * sizeof *columns);
     for (int y = top + 1; y < bottom; y++) {
         const float *row = plane + (ptrdiff_t)y * in->width;
-        if (op->kind == MAX_POOL)
-            kernels->maximum(columns, row, in->width);
-        else
-            for (int x = 0; x < in->width; x++)
-                columns[x] += row[x];
+        for (int x = 0; x < in->width; x++)
+            columns[x] += row[x];
     }
     for (int j = 0; j < width; j++) {
         int left = j * op->stride - op->padding, right = left + op->kernel;
@@ -283,8 +294,8 @@ static void pool_row(
         right = right < in->width ? right : in->width;
         float value = columns[left];
         for (int x = left + 1; x < right; x++)
-            value = op->kind == AVG_POOL ? value + columns[x] : most(value, columns[x]);
-        out[j] = op->kind == AVG_POOL ? value / (float)((bottom - top) * (right - left)) : value;
+            value += columns[x];
+        out[j] = value / (float)((bottom - top) * (right - left));
     }
 }
 
@@ -296,7 +307,10 @@ static void run_pool(context_t *context, const op_t *op, const step_t *step) {
         const float *x = context->sample->buffers[op->in] + c * in->plane;
         float *y = context->sample->buffers[op->out] + c * out->plane;
         for (int i = 0; i < out->height; i++, y += out->width)
-            pool_row(kernels, op, in, i, x, context->own->plane, out->width, y);
+            if (op->kind == MAX_POOL)
+                max_pool_row(kernels, op, in, i, x, context->own->plane, out->width, y);
+            else
+                average_row(op, in, i, x, context->own->plane, out->width, y);
     }
 }
 
