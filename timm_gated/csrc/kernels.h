@@ -49,7 +49,8 @@ typedef struct {
 /* A run of neighbouring tiles that is loaded and stored together. */
 typedef struct {
     int32_t in;            /* offset in the padded plane */
-    int32_t out;           /* offset in the compact plane */
+    int32_t out;           /* offset in the compact plane, or in those of the phases */
+    int32_t pixel;         /* of the map: its first one */
     int32_t rows, columns; /* of the map: less than whole tiles at its edges */
 } piece_t;
 
@@ -57,8 +58,9 @@ typedef struct {
 typedef struct {
     int size;    /* 4 or 2 */
     int points;  /* products: (size + 2)^2 */
-    int width;   /* of the map */
-    int pitch;   /* of the padded plane */
+    int width;       /* of the map, or of its phases */
+    int pitch;       /* of the padded planes */
+    int phase_rows;  /* of a padded plane */
     int vectors;
     int pieces_per_vector;
     const piece_t *pieces;  /* for all vectors; the last ones may have no rows */

@@ -7,6 +7,7 @@
 
 #include "network.h"
 
+#define MAX_WINOGRAD_DILATION 64  /* keeps the number of phases small */
 #define MAX_PIXELS ((ptrdiff_t)1 << 26)  /* of a map: keeps offsets within a plane, borders included, below 2^31 */
 /* Like CACHED_FLOATS for transformed maps, all channels counted: more, as larger blocks read the weights less often. */
 #ifndef WINOGRAD_FLOATS
@@ -34,30 +35,44 @@ static int out_size(int size, const op_t *op) {
     return op->ceil_mode && (out - 1) * op->stride >= size + op->padding ? out - 1 : out;
 }
 
-static void tile(const kernels_t *kernels, int size, const shape_t *map, tiling_t *tiling) {
-    int per_row = divide_up(map->width, kernels->piece_pixels), rows = divide_up(map->height, size);
+/* A convolution of dilation d is d x d plain ones, over every d-th row and column from (y, x) on: the phases of a map.
+ * Their tiles follow one another, and so do their padded planes. */
+static void tile(const kernels_t *kernels, int size, int dilation, const shape_t *map, tiling_t *tiling) {
+    int per_row = divide_up(divide_up(map->width, dilation), kernels->piece_pixels);
+    int pieces = 0;
+    for (int y = 0; y < dilation && y < map->height; y++)
+        for (int x = 0; x < dilation && x < map->width; x++)
+            pieces += divide_up(divide_up(map->height - y, dilation), size)
+                * divide_up(divide_up(map->width - x, dilation), kernels->piece_pixels);
     tiling->size = size;
     tiling->points = (size + 2) * (size + 2);
-    tiling->width = map->width;
+    tiling->width = divide_up(map->width, dilation);
     tiling->pitch = per_row * kernels->piece_pixels + 4;  /* the input of a tile reaches into its neighbours */
+    tiling->phase_rows = (int)round_up(divide_up(map->height, dilation), size) + 2;
     tiling->pieces_per_vector = size * kernels->lanes / kernels->piece_pixels;
-    tiling->vectors = (int)(round_up((ptrdiff_t)per_row * rows, tiling->pieces_per_vector) / tiling->pieces_per_vector);
+    tiling->vectors = divide_up(pieces, tiling->pieces_per_vector);
 }
 
-static piece_t *cut(const kernels_t *kernels, const tiling_t *tiling, const shape_t *map) {
+static piece_t *cut(const kernels_t *kernels, const tiling_t *tiling, int dilation, const shape_t *map) {
     int count = tiling->vectors * tiling->pieces_per_vector;
     piece_t *pieces = calloc((size_t)count, sizeof *pieces);
     if (!pieces)
         return NULL;
     int i = 0;
-    for (int y = 0; y < map->height; y += tiling->size)
-        for (int x = 0; x < map->width; x += kernels->piece_pixels)
-            pieces[i++] = (piece_t){
-                .in = y * tiling->pitch + x,
-                .out = y * map->width + x,
-                .rows = min(tiling->size, map->height - y),
-                .columns = min(kernels->piece_pixels, map->width - x),
-            };
+    for (int phase = 0; phase < dilation * dilation; phase++) {
+        int first_y = phase / dilation, first_x = phase % dilation;
+        int height = divide_up(max(0, map->height - first_y), dilation);
+        int width = divide_up(max(0, map->width - first_x), dilation);
+        for (int y = 0; y < height; y += tiling->size)
+            for (int x = 0; x < width; x += kernels->piece_pixels)
+                pieces[i++] = (piece_t){
+                    .in = (phase * tiling->phase_rows + y) * tiling->pitch + x,
+                    .out = (phase * divide_up(map->height, dilation) + y) * tiling->width + x,
+                    .pixel = (y * dilation + first_y) * map->width + x * dilation + first_x,
+                    .rows = min(tiling->size, height - y),
+                    .columns = min(kernels->piece_pixels, width - x),
+                };
+    }
     return pieces;  /* (those left over have no rows, and read the first tiles) */
 }
 
@@ -134,8 +149,8 @@ static int plan_direct(plan_t *plan, const op_t *op, step_t *step) {
 static int plan_winograd(plan_t *plan, op_t *op, step_t *step, int size) {
     const kernels_t *kernels = plan->network->kernels;
     tiling_t *tiling = &step->tiling;
-    tile(kernels, size, &step->out, tiling);
-    step->pieces = cut(kernels, tiling, &step->out);
+    tile(kernels, size, op->dilation, &step->out, tiling);
+    step->pieces = cut(kernels, tiling, op->dilation, &step->out);
     if (!step->pieces)
         return fail("out of memory");
     tiling->pieces = step->pieces;
@@ -145,21 +160,27 @@ static int plan_winograd(plan_t *plan, op_t *op, step_t *step, int size) {
     step->v_point = plane_floats(op->c_in * floats) + MAX_LANES;
     step->m_point = plane_floats(op->c_out * floats) + MAX_LANES;
     at_least(&plan->scratch_floats, times(tiling->points, (size_t)(step->v_point + step->m_point)));
-    at_least(&plan->thread_floats, times((size_t)round_up(step->out.height, size) + 2, tiling->pitch));
+    size_t phases = (size_t)op->dilation * op->dilation;
+    at_least(&plan->thread_floats, times(times(phases, tiling->phase_rows), tiling->pitch));
+    if (op->dilation > 1)  /* the way back goes through the phases of a plane */
+        at_least(&plan->thread_floats,
+                 times(times(phases, divide_up(step->out.height, op->dilation)), tiling->width) + MAX_LANES);
     return transform_weights(plan->network, op, size);
 }
 
 /* The algorithm that takes least, counted in multiplications by a weight: of what is computed, waste included, and for
  * fetching the weight itself. Returns a tile size, or 0 for direct convolution. */
 static int best_tile_size(const kernels_t *kernels, const op_t *op, const shape_t *out) {
-    if (op->kernel != 3 || op->stride != 1 || op->dilation != 1 || op->padding != 1)
+    if (op->kernel != 3 || op->stride != 1 || op->padding != op->dilation
+            || op->dilation > MAX_WINOGRAD_DILATION)
         return 0;
     const double fetch = 20, transforms = 1.25;
-    double least = 9 * (round_up((ptrdiff_t)(out->width + 2) * out->height, kernels->lanes) + fetch);
+    ptrdiff_t pitch = out->width + 2 * op->dilation;
+    double least = 9 * (round_up(pitch * out->height, kernels->lanes) + fetch);
     int best = 0;
     for (int size = 4; size >= 2; size -= 2) {
         tiling_t tiling;
-        tile(kernels, size, out, &tiling);
+        tile(kernels, size, op->dilation, out, &tiling);
         double cost = tiling.points * (transforms * tiling.vectors * kernels->lanes + fetch);
         if (cost < least) {
             least = cost;

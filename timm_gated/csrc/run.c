@@ -181,18 +181,44 @@ static void run_direct(context_t *context, conv_t *conv) {
     }
 }
 
-/* Rows [begin, end) of a plane with a border of one, from its upper left corner at (-1, -1). */
-static void pad(const shape_t *map, const tiling_t *tiling, const float *plane, int begin, int end, float *padded) {
+/* Rows [begin, end) of the padded phases of a plane, each from its upper left corner at (-1, -1) on. */
+static void pad(
+        const op_t *op, const shape_t *map, const tiling_t *tiling, const float *plane, int begin, int end, float *padded) {
+    const int dilation = op->dilation;
     for (int i = begin; i < end; i++) {
         float *row = padded + (ptrdiff_t)i * tiling->pitch;
-        if (i < 1 || i > map->height) {
+        int phase = i / tiling->phase_rows, y = (i % tiling->phase_rows - 1) * dilation + phase / dilation;
+        int first = phase % dilation;
+        if (y < 0 || y >= map->height || first >= map->width) {
             memset(row, 0, (size_t)tiling->pitch * sizeof *row);
             continue;
         }
+        const float *from = plane + (ptrdiff_t)y * map->width + first;
+        int width = divide_up(map->width - first, dilation);
         row[0] = 0.f;
-        memcpy(row + 1, plane + (ptrdiff_t)(i - 1) * map->width, (size_t)map->width * sizeof *row);
-        memset(row + 1 + map->width, 0, (size_t)(tiling->pitch - 1 - map->width) * sizeof *row);
+        if (dilation == 1)
+            memcpy(row + 1, from, (size_t)width * sizeof *row);
+        else
+            for (int x = 0; x < width; x++)
+                row[1 + x] = from[x * dilation];
+        memset(row + 1 + width, 0, (size_t)(tiling->pitch - 1 - width) * sizeof *row);
     }
+}
+
+/* Pixels of phases back to their places in a plane, with what follows a convolution. */
+static void interleave(
+        const op_t *op, const shape_t *map, const tiling_t *tiling, const piece_t *pieces, int count, const float *phases,
+        float *out, const float *residual, float bias) {
+    const int dilation = op->dilation;
+    for (int i = 0; i < count; i++)
+        for (int y = 0; y < pieces[i].rows; y++) {
+            const float *from = phases + pieces[i].out + (ptrdiff_t)y * tiling->width;
+            ptrdiff_t at = pieces[i].pixel + (ptrdiff_t)y * dilation * map->width;
+            for (int x = 0; x < pieces[i].columns; x++, at += dilation) {
+                float value = from[x] + bias + (residual ? residual[at] : 0.f);
+                out[at] = op->relu && value < 0.f ? 0.f : value;
+            }
+        }
 }
 
 static void run_winograd(context_t *context, conv_t *conv) {
@@ -222,7 +248,7 @@ static void run_winograd(context_t *context, conv_t *conv) {
         int end_row = pieces[last].in / tiling->pitch + tiling->size + 2;
         range_t channels = part(context, conv->n_in);
         for (ptrdiff_t j = channels.begin; j < channels.end; j++) {
-            pad(&step->in, tiling, conv->in + j * step->in.plane, first_row, end_row, padded);
+            pad(conv->op, &step->in, tiling, conv->in + j * step->in.plane, first_row, end_row, padded);
             kernels->transform_input(tiling, padded, begin, end, v + j * kernels->lanes, v_vector, step->v_point);
         }
         meet(context);
@@ -238,9 +264,19 @@ static void run_winograd(context_t *context, conv_t *conv) {
         range_t rows = part(context, conv->n_out);
         for (ptrdiff_t k = rows.begin; k < rows.end; k++) {
             ptrdiff_t at = k * step->out.plane;
-            kernels->transform_output(
-                tiling, m + k * kernels->lanes, m_vector, step->m_point, begin, end, conv->out + at,
-                conv->residual ? conv->residual + at : NULL, context->own->bias[k], conv->op->relu);
+            const float *residual = conv->residual ? conv->residual + at : NULL;
+            const float *mk = m + k * kernels->lanes;
+            float bias = context->own->bias[k];
+            if (conv->op->dilation == 1) {
+                kernels->transform_output(tiling, mk, m_vector, step->m_point, begin, end, conv->out + at, residual,
+                                          bias, conv->op->relu);
+                continue;
+            }
+            float *phases = context->own->plane;
+            kernels->transform_output(tiling, mk, m_vector, step->m_point, begin, end, phases, NULL, 0.f, 0);
+            int per_vector = tiling->pieces_per_vector;
+            interleave(conv->op, &step->out, tiling, pieces + begin * per_vector, (end - begin) * per_vector, phases,
+                       conv->out + at, residual, bias);
         }
     }
 }
