@@ -3,6 +3,7 @@
 #define TIMM_GATED_NETWORK_H
 
 #include "kernels.h"
+#include "threads.h"
 
 #if defined(_WIN32)
 #define API __declspec(dllexport)
@@ -138,6 +139,7 @@ typedef struct {
     int num_samples, num_threads;
     sample_t *samples;
     thread_t *threads;
+    team_t *team;
     void *memory;
     size_t bytes;  /* of memory */
 } workspace_t;

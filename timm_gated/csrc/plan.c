@@ -407,6 +407,7 @@ API void tg_workspace_free(workspace_t *workspace) {
     if (workspace->memory)
         ASAN_UNPOISON_MEMORY_REGION(workspace->memory, workspace->bytes);
 #endif
+    team_free(workspace->team);
     release(workspace->memory);
     free(workspace);
 }
@@ -423,10 +424,12 @@ API workspace_t *tg_workspace_new(const plan_t *plan, int num_samples, int num_t
         workspace->memory = allocate(bytes);
         if (workspace->memory) {
             lay_out(workspace, workspace->memory);
-            return workspace;
+            workspace->team = team_new(num_threads);
+            if (workspace->team)
+                return workspace;
         }
     }
-    free(workspace);
+    tg_workspace_free(workspace);
     fail("out of memory: %zu bytes%s for %d samples on %d threads", bytes, bytes == MAX_MEMORY ? " or more" : "",
          num_samples, num_threads);
     return NULL;

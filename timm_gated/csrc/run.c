@@ -1,10 +1,7 @@
 /* Running a plan. The threads of a sample split each operation and meet after it; a batch is split by samples first. */
 #include <math.h>
+#include <stdatomic.h>
 #include <string.h>
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 #include "network.h"
 
 typedef struct {
@@ -12,6 +9,7 @@ typedef struct {
     sample_t *sample;
     thread_t *own;
     int thread, threads;  /* of those that share the sample */
+    team_t *team;         /* these, if they are several */
 } context_t;
 
 typedef struct {
@@ -24,11 +22,8 @@ static range_t part(const context_t *context, int64_t count) {
 }
 
 static void meet(const context_t *context) {
-    if (context->threads > 1) {
-#if defined(_OPENMP)
-        #pragma omp barrier
-#endif
-    }
+    if (context->threads > 1)
+        team_meet(context->team);
 }
 
 /* A convolution for one sample: its product, and where its maps are. */
@@ -448,44 +443,47 @@ static void run_sample(
             num_open[index * network->num_gates + g] = context->sample->num_open[g];
 }
 
+typedef struct {
+    workspace_t *workspace;
+    const float *images;
+    int64_t count;
+    float *const *outputs;
+    int32_t *num_open;
+    atomic_llong next;  /* sample that no thread has taken yet */
+} batch_t;
+
+/* Samples on threads of their own, and those left over by all threads together. */
+static void run_batch(void *argument, int thread, int threads) {
+    batch_t *batch = argument;
+    workspace_t *workspace = batch->workspace;
+    const plan_t *plan = workspace->plan;
+    ptrdiff_t image = (ptrdiff_t)plan->network->in_channels * plan->height * plan->width;
+    int64_t alone = threads <= workspace->num_samples ? batch->count / threads * threads : 0;
+    context_t own = {plan, &workspace->samples[threads <= workspace->num_samples ? thread : 0],
+                     &workspace->threads[thread], 0, 1, NULL};
+    for (int64_t n; (n = atomic_fetch_add(&batch->next, 1)) < alone;)
+        run_sample(&own, batch->images + n * image, batch->outputs, batch->num_open, n);
+    if (alone == batch->count)
+        return;
+    context_t shared = {plan, &workspace->samples[0], &workspace->threads[thread], thread, threads, workspace->team};
+    meet(&shared);
+    for (int64_t n = alone; n < batch->count; n++)
+        run_sample(&shared, batch->images + n * image, batch->outputs, batch->num_open, n);
+}
+
 /* Images [count][channels][height][width] through the network; output i is [count][channels][height][width] too. The
  * channels that each gate had open go to num_open, [count][gates], unless that is NULL. */
 API int tg_run(
     workspace_t *workspace, const float *images, int64_t count, float *const *outputs, int num_outputs,
     int32_t *num_open
 ) {
-    const plan_t *plan = workspace->plan;
-    const network_t *network = plan->network;
+    const network_t *network = workspace->plan->network;
     int expected = 0;
     for (int i = 0; i < network->num_ops; i++)
         expected += network->ops[i].kind == OUTPUT;
     if (!images || !outputs || count < 0 || num_outputs != expected)
         return fail("a run on %lld images with %d outputs, of which there are %d", (long long)count, num_outputs, expected);
-    ptrdiff_t image = (ptrdiff_t)network->in_channels * plan->height * plan->width;
-    int requested = workspace->num_threads;
-#if defined(_OPENMP)
-    #pragma omp parallel num_threads(requested) if (requested > 1)
-#endif
-    {
-        int thread = 0, threads = 1;
-#if defined(_OPENMP)
-        thread = omp_get_thread_num();
-        threads = omp_get_num_threads();
-#endif
-        (void)requested;
-        /* Samples on threads of their own, and those left over by all threads together. */
-        int64_t alone = threads <= workspace->num_samples ? count / threads * threads : 0;
-#if defined(_OPENMP)
-        #pragma omp for schedule(dynamic)
-#endif
-        for (int64_t n = 0; n < alone; n++) {
-            context_t context = {plan, &workspace->samples[thread], &workspace->threads[thread], 0, 1};
-            run_sample(&context, images + n * image, outputs, num_open, n);
-        }
-        for (int64_t n = alone; n < count; n++) {
-            context_t context = {plan, &workspace->samples[0], &workspace->threads[thread], thread, threads};
-            run_sample(&context, images + n * image, outputs, num_open, n);
-        }
-    }
+    batch_t batch = {workspace, images, count, outputs, num_open, 0};
+    team_run(workspace->team, run_batch, &batch);
     return 0;
 }
