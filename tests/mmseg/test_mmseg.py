@@ -18,6 +18,7 @@ import torch
 from mmengine.config import Config, ConfigDict
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DefaultScope
+from mmengine.runner import IterBasedTrainLoop
 from mmengine.structures import PixelData
 from mmseg.models.backbones import ResNet, ResNetV1c, ResNetV1d
 from mmseg.registry import DATASETS, HOOKS, METRICS, MODELS
@@ -26,6 +27,7 @@ from nets import gate_loss, shuffle
 from paths import ROOT
 from PIL import Image
 from tool import run_tool
+from torch.utils.data import DataLoader
 
 from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d
 from mmseg_plugin.compat import stand_in_for_compiled_ops
@@ -283,13 +285,21 @@ def test_schedule_of_a_loss_that_is_not_there():
         hook.before_train(SimpleNamespace(model=segmentor(gate_losses=LOSSES), **LENGTH))
 
 
-@pytest.mark.parametrize('begin, warned', [(99, False), (100, True), (300, True)])
+@pytest.mark.parametrize('begin, warned', [(98, False), (99, True), (100, True), (300, True)])
 def test_schedule_of_a_loss_that_never_begins(begin, warned, caplog):
     caplog.set_level(logging.INFO)
     hook = schedule_hook('loss_l0', 'linear_warmup', begin, 400)
     hook.before_train(SimpleNamespace(model=segmentor(gate_losses=LOSSES), **LENGTH))
     assert f'loss_l0: loss_weight 0 to 0.1 over iterations {begin} to 400 of 100' in caplog.text
     assert ('loss_l0 will never be active' in caplog.text) == warned
+
+
+def test_epochs_of_a_training_by_iterations():
+    """mmengine's epoch stays 0 there, and so would the schedule."""
+    hook = schedule_hook('loss_l0', 'linear_warmup', 0, 4, by_epoch=True)
+    loop = IterBasedTrainLoop(SimpleNamespace(visualizer=SimpleNamespace()), DataLoader([0]), max_iters=100)
+    with pytest.raises(ValueError, match="'loss_l0' has by_epoch=True, but the training is by iterations"):
+        hook.before_train(SimpleNamespace(model=segmentor(gate_losses=LOSSES), train_loop=loop, **LENGTH))
 
 
 def test_statistics_hook():
