@@ -3,12 +3,12 @@ import gc
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import timm
 import torch
 import torch.nn as nn
-from paths import HELPERS
 from timm.task import ClassificationTask
 
 import timm_gated  # noqa: F401  (registers the models)
@@ -132,7 +132,7 @@ def test_the_end_of_the_process():
         'task = t.make_task()\n'
         't.train(task, 1)\n')
     done = subprocess.run(
-        [sys.executable, '-c', script], cwd=HELPERS, capture_output=True, text=True, timeout=300)
+        [sys.executable, '-c', script], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and 'l0_loss was never active: the last epoch was 0' in done.stderr, done.stderr
 
 
