@@ -41,7 +41,7 @@ def read_figures(path: Optional[Path], result: str) -> Optional[Dict[str, Any]]:
     try:
         results = {entry['name']: entry for entry in json.loads(path.read_text(encoding='utf-8'))['results']}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'{path} is not a result of tools/evaluate.py: {error!r}.') from error
+        raise ValueError(f'{path} is not a file that tools/evaluate.py wrote: {error!r}.') from error
     if not result and len(results) == 1:
         result = next(iter(results))
     if result not in results:
@@ -66,7 +66,7 @@ def read_training(args: Namespace) -> Union[str, Dict[str, Any]]:
     try:
         settings = yaml.safe_load(path.read_text(encoding='utf-8'))
     except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f'cannot read the training settings in {path}: {error}') from error
+        raise ValueError(f'the training settings cannot be read from {path}: {error}') from error
     if not isinstance(settings, dict):
         raise ValueError(f"{path} must hold settings like args.yaml of timm's train.py, got {settings!r}.")
     return training_settings(settings)

@@ -101,7 +101,7 @@ def test_a_segmentor_whose_checkpoint_is_cut_short(tmp_path, capsys):
 
 @pytest.mark.parametrize('change, message', [
     (['--model', 'cifar_resnet20', '--checkpoint', '', '--untrained'], 'CifarResNet has no gates'),
-    (['--model', 'no_such_model'], "'no_such_model' cannot be created.*list_models"),
+    (['--model', 'no_such_model'], "'no_such_model' cannot be made.*list_models"),
     (['--checkpoint', 'nowhere.pth'], 'no checkpoint at nowhere.pth'),
     (['--data-dir', 'nowhere'], 'must be a folder of images, got nowhere; it does not exist.*prepare_cifar10.py'),
     (['--num-classes', '5', '--checkpoint', '', '--untrained'], 'data has 7 classes .*model has 5 output.*--class-map'),

@@ -73,7 +73,7 @@ def create_network(model: str, checkpoint: str, args: argparse.Namespace) -> nn.
         given = {name: value for name, value in options.items() if value is not None}
         network: Any = timm.create_model(model, pretrained=pretrained, **given, **args.model_kwargs)
     except (RuntimeError, TypeError, ValueError, OSError) as error:
-        raise ValueError(f"the model '{model}' cannot be created: {error}{hint}") from error
+        raise ValueError(f"the model '{model}' cannot be made: {error}{hint}") from error
     if checkpoint:
         if not os.path.isfile(checkpoint):
             raise ValueError(f'no checkpoint at {checkpoint}.')
