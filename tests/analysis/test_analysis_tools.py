@@ -91,7 +91,7 @@ def test_segmentation(tmp_path):
                     'model.test_cfg.mode=slide') == 1
 
 
-def test_a_segmentor_whose_checkpoint_is_cut_short(tmp_path, capsys):
+def test_a_segmentor_with_a_truncated_checkpoint(tmp_path, capsys):
     config, checkpoint = write_config(tmp_path), tmp_path / 'iter_2.pth'
     checkpoint.write_bytes(b'PK')
     options = ['--mmseg-config', config, '--checkpoint', checkpoint, '--output', tmp_path / 'report']
