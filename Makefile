@@ -64,7 +64,7 @@ PACKAGE = setup.py pyproject.toml timm_gated/version.py $(wildcard timm_gated/cs
 .venv/.installed .venv-newest/.installed .venv-oldest/.installed: EXTRAS = all
 .venv-alone/.installed: EXTRAS = analysis,bench,dev
 .venv/.installed .venv-alone/.installed: CONSTRAINTS = cat constraints.txt
-.venv-newest/.installed: CONSTRAINTS = echo '# none'
+.venv-newest/.installed: CONSTRAINTS = true
 .venv-oldest/.installed: CONSTRAINTS = \
 	grep -vE "^($$(sed -nE 's/==.*/|/p' tests/oldest.txt | tr -d '\n'))==" constraints.txt | cat - tests/oldest.txt
 
