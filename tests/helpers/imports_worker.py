@@ -1,7 +1,7 @@
-"""What importing our packages changes in those of others: one JSON list, on stdout
+"""Print the changes that importing our packages makes to others, as a JSON list
 
-Snapshots, before and after, the attributes of all loaded modules of timm, mmengine, mmcv, mmseg and torch, of their
-classes and registries, and the entries of dicts, lists and sets among them. Values are compared by identity.
+Compares the attributes of all loaded modules of the packages in OTHERS, of their classes and of their registries before
+and after, including the entries of dicts, lists and sets. Values are compared by identity.
 """
 import importlib.machinery
 import json
@@ -15,7 +15,7 @@ CONTAINERS = (dict, list, set)
 
 
 class Operators(types.ModuleType):
-    """In place of those of a full mmcv, so that mmseg can be imported before our packages."""
+    """Stand-in for the operators of a full mmcv, so that mmseg can be imported before our packages."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__'):
@@ -38,7 +38,7 @@ def owners() -> Iterator[Tuple[str, Any]]:
 
 
 def snapshot() -> Dict[Tuple[str, str], Any]:
-    """Values by owner and name. Of a container its entries count, and not which object it is."""
+    """Values by owner and name. Containers are compared by their entries, not by identity."""
     found: Dict[Tuple[str, str], Any] = {}
     for owner, thing in owners():
         for key, value in list(vars(thing).items()):
@@ -58,9 +58,9 @@ def our_names() -> List[str]:
 
 
 def is_ours(owner: str, key: str, value: Any, names: Sequence[str]) -> bool:
-    """Whether what was added is an entry of a registry, or of a module, under one of our names.
+    """Whether an addition is an entry of a registry or module under one of our names.
 
-    What torch takes for safe to load is no such registry.
+    Additions to the classes that torch considers safe to load do not count.
     """
     if owner == 'torch._weights_only_unpickler' or ('[' not in key and owner not in sys.modules):
         return False
