@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from timm_gated.blocks import GatedConvs, check_maps, decide, switch
 from timm_gated.gate import ChannelGate, GatePool, gates
-from timm_gated.gated_net import check_incoming
+from timm_gated.gated_net import check_depth, check_incoming
 from timm_gated.inference.program import Trunk, register_forward, trunk
 from timm_gated.installation import install
 from timm_gated.narrow import Channels, gated_channels, inner_channels, narrow_maps
@@ -209,6 +209,10 @@ class SlimResNet(ResNet):
         self.resnet_args = _resnet_args(*args, **kwargs)
         super().__init__(*args, **kwargs)
         narrow_maps(self, inner_channels)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        check_depth(self, state_dict, prefix, ValueError)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def backbone_cfg(backbone: Union[GatedResNet, SlimResNet]) -> Dict[str, Any]:

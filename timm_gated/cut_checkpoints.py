@@ -79,7 +79,7 @@ def cut_explained(path: Any, advice: str = 'Take one of them instead') -> Iterat
     try:
         yield
     except Exception as error:
-        with suppress(OSError):  # not for this user to read
+        with suppress(Exception):  # whatever keeps us from looking, it is not the error
             if isinstance(path, (str, Path)) and os.path.isfile(path) and is_cut(path):
                 error.add_note(
                     f'{path} is cut short: whatever wrote it was killed, or the disk was full. Nothing of it was '
@@ -103,8 +103,8 @@ def _replace_in_one_step(replace: Callable) -> Callable:
 
     @functools.wraps(replace)
     def replace_gated(self: CheckpointSaver, src: str, dst: str) -> None:
-        trained = [module for module in (self.model, self.task) if isinstance(module, nn.Module)]
-        if not any(gates(module) or objectives(module) for module in trained):
+        trained = (getattr(self, name, None) for name in ('model', 'task'))
+        if not any(gates(module) or objectives(module) for module in trained if isinstance(module, nn.Module)):
             return replace(self, src, dst)
         sync_file(src)
         can_hardlink, self.can_hardlink = self.can_hardlink, False  # timm first removes the target where it can link
