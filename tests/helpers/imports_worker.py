@@ -52,6 +52,16 @@ def snapshot() -> Dict[Tuple[str, str], Any]:
     return found
 
 
+def places() -> Dict[Tuple[str, str], Any]:
+    """Who loads a checkpoint, and who reads a file, for paths that are not ours."""
+    from mmengine.fileio import get_file_backend
+    from mmengine.runner import CheckpointLoader
+    paths = ('x', 'x.pth', 'a/x.safetensors', '~/x.pt', 's3://x.safetensors', 'https://x/x.pth', 'open-mmlab://x')
+    found = {('loader', path): CheckpointLoader._get_checkpoint_loader(path) for path in paths}
+    found.update({('backend', path): type(get_file_backend(path)) for path in paths[:4]})
+    return found
+
+
 def our_names() -> List[str]:
     from timm_gated.models._registry import entry_points
     return ['timm_gated', 'timm-gated', 'mmseg_plugin', *entry_points()]
@@ -76,10 +86,10 @@ def main() -> None:
             'timm.task', 'timm.data', 'timm.optim', 'mmengine.runner', 'mmengine.evaluator', 'mmseg.apis',
             'mmseg.datasets', 'mmseg.engine', 'mmseg.models', 'torch._dynamo', 'torch.export', 'torch.onnx'):
         importlib.import_module(name)
-    before = snapshot()
+    before = {**snapshot(), **places()}
     for name in ('timm_gated', 'timm_gated.analysis', 'mmseg_plugin', 'mmseg_plugin.analysis', 'mmseg_plugin.pruning'):
         importlib.import_module(name)
-    after = snapshot()
+    after = {**snapshot(), **places()}
     known = {owner for owner, _ in before}
     names, changed = our_names(), []
     for owner, key in sorted(before.keys() | after.keys()):

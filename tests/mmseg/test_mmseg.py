@@ -29,7 +29,7 @@ from PIL import Image
 from tool import run_tool
 from torch.utils.data import DataLoader
 
-from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d
+from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d, SlimResNet
 from mmseg_plugin.compat import stand_in_for_compiled_ops
 from mmseg_plugin.convert import mmseg_to_timm, timm_to_mmseg
 from timm_gated import count_macs, force_gates, gates, l0_loss
@@ -142,10 +142,25 @@ def test_bad_options(build, message):
         build()
 
 
-def test_checkpoint_of_another_depth(caplog):
-    with pytest.raises(ValueError, match='^the checkpoint is of another depth.*2-2-2-2 blocks.*3-4-6-3'):
-        mmengine.runner.checkpoint.load_state_dict(GatedResNet(depth=34), ResNet(depth=18).state_dict())
+@pytest.mark.parametrize('cls', [GatedResNet, SlimResNet])
+@pytest.mark.parametrize('theirs, ours, message', [
+    (18, 34, '2-2-2-2 blocks.*3-4-6-3'), (34, 50, '2 convolutions.*3'), (50, 34, '3 convolutions.*2')])
+def test_checkpoint_of_another_depth(cls, theirs, ours, message, caplog):
+    """mmengine would load what fits."""
+    narrow = dict(base_channels=4, stem_channels=4)
+    with pytest.raises(ValueError, match=f'^the checkpoint is of another depth.*{message}'):
+        mmengine.runner.checkpoint.load_state_dict(cls(ours, **narrow), ResNet(theirs, **narrow).state_dict())
     assert 'fresh initialisation' not in caplog.text
+
+
+@pytest.mark.parametrize('cls', [GatedResNet, SlimResNet])
+def test_checkpoint_of_more_stages(cls):
+    """As mmseg's own backbones load it."""
+    narrow = dict(base_channels=4, stem_channels=4)
+    dense = ResNet(18, **narrow)
+    backbone = cls(18, num_stages=2, strides=(1, 2), dilations=(1, 1), out_indices=(1,), **narrow)
+    mmengine.runner.checkpoint.load_state_dict(backbone, dense.state_dict())
+    assert torch.equal(backbone.layer2[1].conv2.weight, dense.layer2[1].conv2.weight)
 
 
 def test_batch_of_one_trains():

@@ -134,6 +134,34 @@ def test_errors_keep_their_types(tmp_path):
         assert str(error.value) == str(expected.value) and not hasattr(error.value, '__notes__')
 
 
+@pytest.mark.parametrize('name', ['cut.**', 'cut.[', os.fsdecode(b'cut\xff.pth')])
+def test_errors_keep_their_types_whatever_the_name(name, tmp_path):
+    """The note is not worth another error."""
+    extend_checkpoint_loader()
+    make_gated()
+    path = tmp_path / name
+    path.write_bytes(b'PK\x03\x04')
+    with pytest.raises(Exception) as expected:
+        torch.load(path)
+    for load in (timm.models.load_state_dict, CheckpointLoader.load_checkpoint):
+        with pytest.raises(expected.type):
+            load(str(path))
+    path.unlink()
+    for load in (timm.models.load_state_dict, CheckpointLoader.load_checkpoint):
+        with pytest.raises(FileNotFoundError):
+            load(str(path))
+
+
+def test_savers_that_are_made_otherwise(tmp_path):
+    """Without a task, which older ones do not have."""
+    make_gated()
+    saver = CheckpointSaver(make_plain(), None, checkpoint_dir=str(tmp_path))
+    del saver.task
+    (tmp_path / 'new').touch()
+    saver._replace(str(tmp_path / 'new'), str(tmp_path / 'last'))
+    assert (tmp_path / 'last').is_file()
+
+
 def test_wrong_arguments_raise_type_errors():
     make_gated()
     for args in (dict(), dict(checkpoint='x'), dict(use_ema=False)):
@@ -244,7 +272,7 @@ def test_mmengine_loads_its_history_only(history, tmp_path):
     before = set(torch.serialization.get_safe_globals())
     assert CheckpointLoader.load_checkpoint(str(history))['x'].mean() == 1
     torch.save({'x': Malicious()}, tmp_path / 'bad.pth')
-    with pytest.raises(Exception, match="refused to load: .*'__init__'"):
+    with pytest.raises(pickle.UnpicklingError, match="refused to load: .*'__init__'"):  # as torch
         CheckpointLoader.load_checkpoint(str(tmp_path / 'bad.pth'))
     assert set(torch.serialization.get_safe_globals()) == before
     with pytest.raises(pickle.UnpicklingError, match='Unsupported global'):

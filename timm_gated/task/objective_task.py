@@ -16,6 +16,7 @@ checkpoints carry it and `--resume` continues it.
 
 What a validation costs is reported beside its accuracy, see `timm_gated.task.evaluator`.
 """
+import copyreg
 import functools
 import logging
 import weakref
@@ -244,8 +245,10 @@ def _listed(values: Dict[str, float]) -> str:
 def _with_objectives(task_cls: Type[TrainingTask]) -> Type[TrainingTask]:
 
     def reduce_ex(self: TrainingTask, protocol: Any) -> Tuple[Any, ...]:
-        # Under its name pickle would not find this class.
-        return _empty_task, (task_cls,), *task_cls.__reduce_ex__(self, max(protocol, 2))[2:]
+        reduced: Any = task_cls.__reduce_ex__(self, max(protocol, 2))
+        if reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]  # a way of the task's own
+            return reduced
+        return _empty_task, (task_cls,), *reduced[2:]  # because under its name pickle would not find this class
 
     attributes = {'__doc__': task_cls.__doc__, '__reduce_ex__': reduce_ex}
     return type(task_cls.__name__, (ObjectiveTask, task_cls), attributes)
