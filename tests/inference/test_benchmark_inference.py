@@ -1,4 +1,4 @@
-"""The inference benchmark, as a user runs it, on small images"""
+"""tools/benchmark_inference.py, on small images"""
 import json
 from pathlib import Path
 
