@@ -80,8 +80,9 @@ def test_forced_gates(masks, backend, isa):
 
 def test_per_image_forced_masks_are_refused():
     model = timm.create_model('gated_resnet20').eval()
-    with force_gates(model, {'layer1.0.gate1': torch.ones(2, 16)}), pytest.raises(ValueError, match='force the same mask'):
-        accelerate(model)
+    with force_gates(model, {'layer1.0.gate1': torch.ones(2, 16)}):
+        with pytest.raises(ValueError, match='force the same mask'):
+            accelerate(model)
 
 
 @backends

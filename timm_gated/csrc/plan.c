@@ -235,12 +235,12 @@ static int check_skip(const network_t *network, int index) {
     if (skip->count >= network->num_ops - index)
         return fail("a skip of %d operations, of which there are %d", skip->count, network->num_ops - index - 1);
     for (int i = 1; i <= skip->count; i++)
-        if (skip[i].kind != CONV)
-            return fail("a skip of an operation that is no convolution");
+        if (skip[i].kind != CONV || skip[i].out == skip->in)
+            return fail("a skip of an operation that is no convolution, or that overwrites buffer %d", skip->in);
     const op_t *last = &skip[skip->count];
-    if (last->out != skip->out || last->residual != skip->in || !last->relu)
-        return fail("a skip from buffer %d to %d of convolutions into %d that add %d %s a ReLU",
-                    skip->in, skip->out, last->out, last->residual, last->relu ? "before" : "without");
+    if (last->out != skip->out || last->residual != skip->in)
+        return fail("a skip from buffer %d to %d of convolutions into %d that add %d", skip->in, skip->out, last->out,
+                    last->residual);
     return 0;
 }
 
