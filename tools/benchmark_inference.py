@@ -172,7 +172,7 @@ def gated_networks(args: argparse.Namespace, depth: int) -> Iterator[Tuple[Optio
         with explained(f'{args.checkpoint} does not load into gated_resnet{depth}'):
             model = timm.create_model(f'gated_resnet{depth}', checkpoint_path=args.checkpoint).eval()
         if model.fresh_gates:
-            raise ValueError(f'{args.checkpoint} has no weights for the gates: it is not a checkpoint of a gated network.')
+            raise ValueError(f'{args.checkpoint} has no weights for the gates; use a checkpoint of a gated network.')
         yield None, model
         return
     for share in args.keep:
@@ -380,8 +380,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument('--checkpoint', help='weights of a trained gated network; needs a single --networks')
     parser.add_argument('--data-dir', help='image folder to use instead of noise')
     parser.add_argument('--simulate', type=int, metavar='IMAGES',
-                        help="simulate batched kernels as in the paper, on the sparse networks of this many images")
-    parser.add_argument('--simulate-batch-size', type=int, default=128, help='batch size of the simulation (default: 128, as in the paper)')
+                        help='simulate batched kernels as in the paper, on the sparse networks of this many images')
+    parser.add_argument('--simulate-batch-size', type=int, default=128,
+                        help='batch size of the simulation (default: 128, as in the paper)')
     parser.add_argument('--device', default='cpu', help='device of the simulation (default: cpu)')
     parser.add_argument('--output', type=Path, default=Path('output/bench'), help='folder for the results')
     args = parser.parse_args(argv)

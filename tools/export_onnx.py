@@ -97,7 +97,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument(
         '--input-size', nargs=3, type=int, metavar='N', help="channels, height and width (default: the model's)")
     parser.add_argument('--compare', nargs='+', type=Path, default=[], metavar='FILE', help='other ONNX files to time')
-    parser.add_argument('--batch-size', '-b', type=int, default=1, metavar='N', help='for timing (default: %(default)s)')
+    parser.add_argument(
+        '--batch-size', '-b', type=int, default=1, metavar='N', help='for timing (default: %(default)s)')
     parser.add_argument('--threads', type=int, default=1, metavar='N', help='for timing (default: %(default)s)')
     parser.add_argument('--rounds', type=int, default=200, metavar='N', help='for timing (default: %(default)s)')
     add_model_options(parser)

@@ -61,7 +61,7 @@ def soak(model: torch.nn.Module, batches: List[torch.Tensor], count: int, backen
 def main(argv: Optional[List[str]] = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument('--model', default='gated_resnet20', help='classifier (default: %(default)s)')
-    parser.add_argument('--pretrained', action=argparse.BooleanOptionalAction, default=True, help='use pretrained weights')
+    parser.add_argument('--pretrained', action=argparse.BooleanOptionalAction, default=True, help='pretrained weights')
     parser.add_argument('--img-size', type=int, default=32, help='size of most images (default: %(default)s)')
     parser.add_argument('--count', type=int, default=10000, help='number of inferences (default: %(default)s)')
     parser.add_argument('--backend', default='auto', choices=['auto', 'native', 'torch'], help='default: %(default)s')
