@@ -1,4 +1,4 @@
-/* Running a plan. The threads of a sample split each operation and meet after it; a batch is split by samples first. */
+/* Execution of a plan. A batch is split by samples; threads that share a sample split each operation. */
 #include <string.h>
 #if defined(_OPENMP)
 #include <omp.h>
@@ -10,14 +10,14 @@ typedef struct {
     const plan_t *plan;
     sample_t *sample;
     thread_t *own;
-    int thread, threads;  /* of those that share the sample */
+    int thread, threads; /* index and number of the threads that share the sample */
 } context_t;
 
 typedef struct {
     int64_t begin, end;
 } range_t;
 
-/* This thread's part of a count. */
+/* The range of this thread. */
 static range_t part(const context_t *context, int64_t count) {
     return (range_t){count * context->thread / context->threads, count * (context->thread + 1) / context->threads};
 }
@@ -30,7 +30,7 @@ static void meet(const context_t *context) {
     }
 }
 
-/* A convolution for one sample: its product, and where its maps are. */
+/* A convolution of one sample. */
 typedef struct {
     const op_t *op;
     const step_t *step;
@@ -40,7 +40,7 @@ typedef struct {
     product_t product;
 } conv_t;
 
-/* The product over all open channels, but for the maps. */
+/* Prepare the product over all open channels. The algorithms add the maps. */
 static conv_t prepare(context_t *context, const op_t *op, const step_t *step, algorithm_t algorithm) {
     sample_t *sample = context->sample;
     thread_t *own = context->own;
@@ -87,7 +87,7 @@ static void run_pointwise(context_t *context, const conv_t *conv, const float *x
     product.x_plane = x_plane;
     product.out_plane = out->plane;
     int vectors = divide_up(out->height * out->width, kernels->lanes);
-    /* Large maps are split by pixels, small ones, where weights matter more, by rows. */
+    /* Large maps are split by pixels. Small ones, where weights dominate, by rows. */
     int by_pixels = vectors >= 16 * context->threads;
     range_t pixels = by_pixels ? part(context, vectors) : (range_t){0, vectors};
     range_t rows = by_pixels ? (range_t){0, conv->n_out} : part(context, conv->n_out);
@@ -103,7 +103,7 @@ static void run_pointwise(context_t *context, const conv_t *conv, const float *x
     }
 }
 
-/* One phase of a padded plane: every stride-th pixel from (y, x) on. */
+/* Copy one phase of a padded plane: every stride-th pixel, starting at (y, x). */
 static void split_phase(const op_t *op, const step_t *step, const float *plane, int y, int x, float *out) {
     const shape_t *in = &step->in;
     int stride = op->stride, first = x - op->padding;
@@ -139,8 +139,9 @@ static void run_direct(context_t *context, conv_t *conv) {
         phase = split + j * channel;
         for (int y = 0; y < step->phases; y++)
             for (int x = 0; x < step->phases; x++, phase += step->phase_plane)
-                split_phase(op, step, conv->in + j * step->in.plane, y * op->dilation % op->stride,
-                            x * op->dilation % op->stride, phase);
+                split_phase(
+                    op, step, conv->in + j * step->in.plane, y * op->dilation % op->stride,
+                    x * op->dilation % op->stride, phase);
     }
     meet(context);
     if (op->kernel == 1) {
@@ -157,7 +158,8 @@ static void run_direct(context_t *context, conv_t *conv) {
     range_t items = part(context, (int64_t)groups * chunks);
     for (int64_t item = items.begin; item < items.end; item++) {
         int group = (int)(item % groups), y = (int)(item / groups) * step->chunk_rows;
-        int begin = (int)((int64_t)conv->n_out * group / groups), end = (int)((int64_t)conv->n_out * (group + 1) / groups);
+        int begin = (int)((int64_t)conv->n_out * group / groups),
+            end = (int)((int64_t)conv->n_out * (group + 1) / groups);
         int height = step->out.height - y < step->chunk_rows ? step->out.height - y : step->chunk_rows;
         int vectors = divide_up(height * step->pitch, kernels->lanes);
         product.rows = context->own->rows + begin;
@@ -166,14 +168,14 @@ static void run_direct(context_t *context, conv_t *conv) {
         kernels->product(&product, 0, end - begin, vectors);
         for (int m = begin; m < end; m++) {
             ptrdiff_t at = m * step->out.plane + (ptrdiff_t)y * step->out.width;
-            kernels->finish(product.out + (m - begin) * product.out_plane, step->pitch, conv->out + at,
-                            conv->residual ? conv->residual + at : NULL, height, step->out.width,
-                            context->own->bias[m], op->relu);
+            kernels->finish(
+                product.out + (m - begin) * product.out_plane, step->pitch, conv->out + at,
+                conv->residual ? conv->residual + at : NULL, height, step->out.width, context->own->bias[m], op->relu);
         }
     }
 }
 
-/* Rows [begin, end) of a plane with a border of one, from its upper left corner at (-1, -1). */
+/* Copy rows [begin, end) of a plane with a border of one pixel. */
 static void pad(const shape_t *map, const tiling_t *tiling, const float *plane, int begin, int end, float *padded) {
     for (int i = begin; i < end; i++) {
         float *row = padded + (ptrdiff_t)i * tiling->pitch;
@@ -202,7 +204,7 @@ static void run_winograd(context_t *context, conv_t *conv) {
     for (int begin = 0; begin < tiling->vectors; begin += step->block) {
         int end = begin + step->block < tiling->vectors ? begin + step->block : tiling->vectors;
         ptrdiff_t floats = (ptrdiff_t)(end - begin) * kernels->lanes;
-        /* Of the padded plane, the rows that these tiles read. */
+        /* Rows of the padded plane that these tiles read. */
         const piece_t *pieces = tiling->pieces;
         int last = end * tiling->pieces_per_vector - 1;
         while (!pieces[last].rows)
@@ -250,11 +252,12 @@ static void run_conv(context_t *context, const op_t *op, const step_t *step) {
         run_pointwise(context, &conv, conv.in, step->in.plane);
 }
 
-/* (NaN, once there, stays, as in torch) */
+/* Maximum that propagates NaN, like torch. */
 static float most(float a, float b) { return b > a || b != b ? b : a; }
 
-/* Row i of a pooled plane: first down the columns of its window, then along the row. */
-static void pool_row(const op_t *op, const shape_t *in, int i, const float *plane, float *columns, int width, float *out) {
+/* Compute row i of a pooled plane: reduce the columns of the window, then the row. */
+static void pool_row(
+    const op_t *op, const shape_t *in, int i, const float *plane, float *columns, int width, float *out) {
     int top = i * op->stride - op->padding, bottom = top + op->kernel;
     top = top > 0 ? top : 0;
     bottom = bottom < in->height ? bottom : in->height;
@@ -312,8 +315,9 @@ static void run_gate(context_t *context, const op_t *op, const step_t *step) {
     ptrdiff_t pixels = (ptrdiff_t)step->in.height * step->in.width;
     range_t channels = part(context, op->c_in);
     for (ptrdiff_t c = channels.begin; c < channels.end; c++)
-        sample->pooled[c] = (float)(
-            context->plan->network->kernels->sum(sample->buffers[op->in] + c * step->in.plane, pixels) / (double)pixels);
+        sample->pooled[c] =
+            (float)(context->plan->network->kernels->sum(sample->buffers[op->in] + c * step->in.plane, pixels)
+                    / (double)pixels);
     meet(context);
     if (context->thread != 0)
         return;
@@ -351,8 +355,7 @@ static void copy_out(context_t *context, const op_t *op, const step_t *step, flo
 }
 
 static void run_sample(
-    context_t *context, const float *image, float *const *outputs, int32_t *num_open, int64_t index
-) {
+    context_t *context, const float *image, float *const *outputs, int32_t *num_open, int64_t index) {
     const plan_t *plan = context->plan;
     const network_t *network = plan->network;
     ptrdiff_t pixels = (ptrdiff_t)plan->height * plan->width;
@@ -388,19 +391,18 @@ static void run_sample(
             num_open[index * network->num_gates + g] = context->sample->num_open[g];
 }
 
-/* Images [count][channels][height][width] through the network; output i is [count][channels][height][width] too. The
- * channels that each gate had open go to num_open, [count][gates], unless that is NULL. */
+/* Run images [count][channels][height][width]. Outputs have the same layout. If num_open is not NULL, it is set to the
+ * number of open channels, [count][gates]. */
 API int tg_run(
     workspace_t *workspace, const float *images, int64_t count, float *const *outputs, int num_outputs,
-    int32_t *num_open
-) {
+    int32_t *num_open) {
     const plan_t *plan = workspace->plan;
     const network_t *network = plan->network;
     int expected = 0;
     for (int i = 0; i < network->num_ops; i++)
         expected += network->ops[i].kind == OUTPUT;
     if (!images || !outputs || count < 0 || num_outputs != expected)
-        return fail("a run on %lld images with %d outputs, of which there are %d", (long long)count, num_outputs, expected);
+        return fail("invalid run: %lld images, %d outputs, expected %d", (long long)count, num_outputs, expected);
     ptrdiff_t image = (ptrdiff_t)network->in_channels * plan->height * plan->width;
     int requested = workspace->num_threads;
 #if defined(_OPENMP)
@@ -413,7 +415,7 @@ API int tg_run(
         threads = omp_get_num_threads();
 #endif
         (void)requested;
-        /* Samples on threads of their own, and those left over by all threads together. */
+        /* Each thread runs its own samples. All threads share the remaining ones. */
         int64_t alone = threads <= workspace->num_samples ? count / threads * threads : 0;
 #if defined(_OPENMP)
         #pragma omp for schedule(dynamic)
