@@ -1,4 +1,4 @@
-# Everything runs in .venv, which is made on first use; the lanes of other versions in environments of their own.
+# Targets run in .venv, created on first use. Targets that test other versions have their own environments.
 PYTHON ?= python3
 PIP_FLAGS ?= --quiet --progress-bar off --disable-pip-version-check
 
@@ -11,7 +11,7 @@ help: ## list the targets
 demo: .venv/.installed ## run the demonstration, into output/demo
 	.venv/bin/python tools/demo.py --output output/demo
 
-# What a change is likely to break first
+# Tests that a change is most likely to break
 CORE = tests/utils tests/layers tests/loss $(addprefix tests/,models/test_models.py inference/test_kernels.py \
 	analysis/test_statistics.py project/test_rooms.py)
 
@@ -29,42 +29,42 @@ newest: .venv-newest/.installed ## run the tests with the newest versions of eve
 	.venv-newest/bin/python -m pip install $(PIP_FLAGS) --upgrade --upgrade-strategy eager pip -e '.[all]'
 	.venv-newest/bin/python -m pytest -n auto
 
-oldest: .venv-oldest/.installed ## run the tests with the oldest versions that are supported, tests/oldest.txt
+oldest: .venv-oldest/.installed ## run the tests with the oldest supported versions, tests/oldest.txt
 	.venv-oldest/bin/python -m pytest -n auto
 
-# Files of tests that need mmsegmentation, by their imports; the README has a snippet for it.
+# Test files that need mmsegmentation, found by their imports; a snippet in the README needs it too.
 NEED_MMSEG = tests/project/test_readme.py $(shell grep -lE '^(import|from) mm' tests/*/test_*.py)
 
-alone: .venv-alone/.installed ## run the tests of timm_gated where mmsegmentation is not installed
+alone: .venv-alone/.installed ## run the tests of timm_gated without mmsegmentation
 	.venv-alone/bin/python -m pytest -n auto $(NEED_MMSEG:%=--ignore=%)
 
-# The CUDA packages are torch's business, and differ from platform to platform.
-lock: ## move constraints.txt, the versions that are installed and tested, to the newest
+# CUDA packages are left to torch: they depend on the platform.
+lock: ## move constraints.txt, the tested versions, to the newest
 	rm -rf .venv-newest
 	$(MAKE) .venv-newest/.installed
-	{ echo '# Versions that make installs and tests. Made by `make lock`.'; \
+	{ echo '# Versions that make installs and tests. Written by `make lock`.'; \
 	.venv-newest/bin/python -m pip freeze --all --exclude-editable | sed -E '/^(nvidia-|cuda-|triton)/d; s/\+.*//'; \
 	} > constraints.new
 	mv constraints.new constraints.txt
 
-bench: .venv/.installed ## time gated networks against all dense runtimes, into output/bench
+bench: .venv/.installed ## benchmark gated networks against dense runtimes, into output/bench
 	.venv/bin/python tools/benchmark_inference.py --output output/bench
 
-sanitize: .venv/.installed ## run the tests of the kernels under AddressSanitizer and UBSan
+sanitize: .venv/.installed ## run the kernel tests under AddressSanitizer and UBSan
 	.venv/bin/python tools/sanitize_kernels.py -n auto
 
-clean: ## remove the environments, caches and build products; output/ and data/ stay
+clean: ## remove environments, caches and build products, but not output/ and data/
 	rm -rf .venv .venv-newest .venv-oldest .venv-alone build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# What an environment is made anew for
+# A change to these files rebuilds the environments.
 PACKAGE = setup.py pyproject.toml timm_gated/version.py $(wildcard timm_gated/csrc/*)
 
-# Environments differ in their extras and in the constraints that pip, the packages and their builds are held to.
+# Extras and version constraints of each environment; the constraints also apply to pip and to builds.
 .venv/.installed .venv-newest/.installed .venv-oldest/.installed: EXTRAS = all
 .venv-alone/.installed: EXTRAS = analysis,bench,dev
 .venv/.installed .venv-alone/.installed: CONSTRAINTS = cat constraints.txt
-.venv-newest/.installed: CONSTRAINTS = echo '# none'
+.venv-newest/.installed: CONSTRAINTS = true
 .venv-oldest/.installed: CONSTRAINTS = \
 	grep -vE "^($$(sed -nE 's/==.*/|/p' tests/oldest.txt | tr -d '\n'))==" constraints.txt | cat - tests/oldest.txt
 

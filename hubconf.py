@@ -1,9 +1,9 @@
-"""The models of timm-gated for torch.hub: all entry points of the package, the dense ones too
+"""The models of timm-gated for torch.hub, gated and dense
 
     torch.hub.load('.', 'gated_resnet20', source='local', pretrained=True)
     torch.hub.load('.', 'gated_resnet20', source='local', pretrained=True, pretrained_cfg='bas_c10')   # weights by tag
 
-(torch.hub takes every callable here whose name has no underscore before it for an entry point.)
+torch.hub treats every callable here as an entry point unless its name starts with an underscore.
 """
 from functools import wraps as _wraps
 
@@ -12,7 +12,7 @@ import timm as _timm
 import timm_gated as _timm_gated  # noqa: F401  (registers the models)
 from timm_gated.models import entry_points as _entry_points
 
-dependencies = ['torch', 'torchvision', 'timm', 'huggingface_hub', 'safetensors', 'yaml', 'numpy', 'tqdm']
+dependencies = ['torch', 'torchvision', 'timm', 'huggingface_hub', 'safetensors', 'yaml', 'numpy']
 
 
 def _creator(name, entry_point):

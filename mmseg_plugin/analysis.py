@@ -18,6 +18,8 @@ from mmseg.registry import MODELS
 from timm_gated.analysis import Data, Outcome, note_untrained
 from timm_gated.utils import explained
 
+from .checkpoints import extend_checkpoint_loader
+
 __all__ = ['create_segmentation', 'load_config', 'relabel', 'segmentation_outcome']
 
 
@@ -43,6 +45,7 @@ def create_segmentation(
         raise ValueError(f'there is no file {checkpoint}.')
     init_default_scope(cfg.get('default_scope', 'mmseg'))
     model = MODELS.build(cfg.model)
+    extend_checkpoint_loader()  # (mmseg's own segmentors do not)
     if model.test_cfg.get('mode') != 'whole':
         raise ValueError(
             f"gates decide once for every crop, so an image must be run as a whole: test_cfg.mode must be 'whole', got "

@@ -32,7 +32,7 @@ from timm_gated.layers import (
     narrow_maps,
     switch,
 )
-from timm_gated.models import check_incoming
+from timm_gated.models import check_depth, check_incoming
 from timm_gated.pruning import without_gates
 from timm_gated.utils import install
 
@@ -219,6 +219,10 @@ class SlimResNet(ResNet):
         self.resnet_args = _resnet_args(*args, **kwargs)
         super().__init__(*args, **kwargs)
         narrow_maps(self, inner_channels)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        check_depth(self, state_dict, prefix, ValueError)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def backbone_cfg(backbone: Union[GatedResNet, SlimResNet]) -> Dict[str, Any]:

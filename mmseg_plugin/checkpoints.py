@@ -4,7 +4,8 @@
 
 After the prefix comes what `timm.create_model` takes for a name: weights of this package by their tag (those inside the
 package need no network), `local-dir:FOLDER` or `hf-hub:OWNER/NAME`. They get the names of mmseg's backbones and lose
-their classifier. Files that end in `.safetensors` are taken as they are, like a `.pth`. Nothing but tensors is read.
+their classifier. Nothing but tensors is read. Once a gated segmentor is built, files that end in `.safetensors` are
+taken as they are, like a `.pth`.
 
 mmengine writes a checkpoint in place, and writes the last one again once it is known to be the best; killed then, a
 training could not be resumed. The file backend `timm_gated_local`, which our configs choose, writes files whole or not
@@ -17,6 +18,7 @@ them, and its errors over one that is cut short, or gone, have a note on those t
 """
 import functools
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Dict, Union
 
@@ -43,6 +45,8 @@ from .convert import timm_to_mmseg
 __all__ = ['WholeFileBackend', 'extend_checkpoint_loader', 'load_from_safetensors', 'load_from_timm_gated']
 
 PREFIX = 'timm-gated://'
+# (mmengine matches prefixes as regular expressions; other places than this machine's have schemes of their own.)
+_SAFETENSORS = r'(?!\S+://).+\.safetensors$'
 
 _ADVICE = 'A training that was killed goes on from the newest of its own by --resume --cfg-options load_from=PATH'
 
@@ -62,7 +66,7 @@ class WholeFileBackend(LocalBackend):
 
 @on_first_use
 def extend_checkpoint_loader() -> None:
-    """Make mmengine load its training checkpoints, and explain those that do not load.
+    """Make mmengine load its training checkpoints and safetensors files, and explain those that do not load.
 
     The first gated segmentor does it, or the first backbone or hook of this package.
     """
@@ -81,10 +85,12 @@ def extend_checkpoint_loader() -> None:
                     f'while it wrote the file last_checkpoint in its work_dir, where the checkpoints are. {_ADVICE}.')
             # mmengine removes a checkpoint before it writes the next: killed between, last_checkpoint names none.
             elif '://' not in path and not os.path.exists(path):
-                error.add_note(others_beside(path, _ADVICE))
+                with suppress(Exception):
+                    error.add_note(others_beside(path, _ADVICE))
             raise
 
     CheckpointLoader.load_checkpoint = classmethod(load_checkpoint)
+    CheckpointLoader.register_scheme(_SAFETENSORS, load_from_safetensors, force=True)
 
 
 @CheckpointLoader.register_scheme(prefixes=PREFIX)
@@ -104,8 +110,6 @@ def load_from_timm_gated(filename: str, map_location: Any = None) -> Dict[str, t
         return _moved(timm_to_mmseg(state_dict), map_location)
 
 
-# (mmengine matches prefixes as regular expressions; other places than this machine's have schemes of their own.)
-@CheckpointLoader.register_scheme(prefixes=r'(?!\S+://).+\.safetensors$')
 def load_from_safetensors(filename: str, map_location: Any = None) -> Dict[str, torch.Tensor]:
     """State dict from a local safetensors file, as it is.
 

@@ -11,6 +11,7 @@ Imported before anything of `mmseg`. Each item says which upstream change makes 
 """
 import importlib.machinery
 import importlib.util
+import pickle
 import sys
 import threading
 import types
@@ -55,7 +56,7 @@ def stand_in_for_compiled_ops() -> bool:
 def _statistics_method(owner: Any, name: str) -> Any:
     # A history names its methods by `getattr`, which as it is would open the door to any code.
     if owner is not HistoryBuffer or name not in ('min', 'max', 'current', 'mean'):
-        raise ValueError(f'refused to load: the checkpoint asks for the attribute {name!r} of {owner!r}.')
+        raise pickle.UnpicklingError(f'refused to load: the checkpoint asks for the attribute {name!r} of {owner!r}.')
     return getattr(owner, name)
 
 

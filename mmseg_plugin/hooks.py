@@ -9,7 +9,7 @@ import torch.nn as nn
 from mmengine.dist import all_reduce, get_dist_info
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
-from mmengine.runner import Runner
+from mmengine.runner import IterBasedTrainLoop, Runner
 from mmseg.registry import HOOKS
 
 from timm_gated import GateStatistics, gates
@@ -37,7 +37,7 @@ class GateLossScheduleHook(Hook):
         schedule: 'linear_anneal', from the configured weight down to zero, or 'linear_warmup', from zero up to it.
         begin: Iteration (or epoch) at which the change begins.
         end: Iteration (or epoch) at which it ends.
-        by_epoch: Count epochs instead of iterations.
+        by_epoch: Count epochs instead of iterations, in a training by epochs.
     """
 
     def __init__(self, loss_name: str, schedule: str, begin: float, end: float, by_epoch: bool = False) -> None:
@@ -56,6 +56,10 @@ class GateLossScheduleHook(Hook):
         if self.loss_name not in losses:
             raise ValueError(
                 f"the model has no gate loss '{self.loss_name}' to schedule; it has: {', '.join(losses) or 'none'}.")
+        if self.by_epoch and isinstance(getattr(runner, 'train_loop', None), IterBasedTrainLoop):
+            raise ValueError(
+                f"the schedule of '{self.loss_name}' has by_epoch=True, but the training is by iterations, whose epoch "
+                f'stays 0: give begin and end in iterations, and by_epoch=False.')
         self._loss = losses[self.loss_name]
         self._weight = self._loss.loss_weight
         first, last = (self.schedule(progress, self._weight, self.begin, self.end) for progress in (0, float('inf')))
@@ -63,7 +67,7 @@ class GateLossScheduleHook(Hook):
         runner.logger.info(
             f'{self.loss_name}: loss_weight {first:g} to {last:g} over {unit} {self.begin:g} to {self.end:g} of '
             f'{total}')
-        if not first and last and total <= self.begin:
+        if not first and last and not self.schedule(total - 1, self._weight, self.begin, self.end):
             runner.logger.warning(
                 f'{self.loss_name} will never be active: its schedule begins at {self.begin:g} and the training ends '
                 f'after {total} {unit}. Change begin and end of its GateLossScheduleHook.')

@@ -1,17 +1,17 @@
-"""Look into the gates of a model: one pass over a data set, then a report
+"""Analyse the gates of a model over a data set and write a report
 
     python tools/analyze_gates.py --model gated_resnet20 --checkpoint model_best.pth.tar \\
         --data-dir data/cifar10 --output report
     python tools/analyze_gates.py --mmseg-config configs/mmseg/pspnet/NAME.py --checkpoint iter_600.pth --output report
 
-Without a checkpoint, the pretrained weights of the model are analysed, or those that an mmseg config loads.
+Without a checkpoint, the pretrained weights of the model are analysed, or the weights that the mmseg config loads.
 
-The report has index.html, which opens from disk and shows everything; every figure as PNG and SVG; gates.json and
-gates.parquet with the numbers of the gates, samples.parquet with those of each image. It appears whole or not at all.
+The report consists of index.html, a self-contained page; every figure as PNG and SVG; gates.json and gates.parquet with
+the data of the gates; and samples.parquet with the data of each image. It is written only when complete.
 
-For the paper's comparison of batch shaping with L0 alone, analyse the model trained by L0 alone first and give its
-report to --compare of the other. For the gates over training, train with the model option snapshot_dir=FOLDER and give
-that folder to --snapshots. In segmentation, an image belongs to every class that its label map shows.
+To compare batch shaping with L0 alone, as in the paper, analyse the L0 model first and pass its report to --compare. To
+draw gates over training, train with the model option snapshot_dir=DIR and pass that folder to --snapshots. In
+segmentation, an image belongs to every class in its label map.
 """
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Dict, Iterable, List, Optional, Sequence, Tuple
 
-from _options import add_data_options, add_model_options, add_segmentation_options, make_parser
+from _options import (
+    add_data_options,
+    add_model_options,
+    add_segmentation_options,
+    add_threshold_option,
+    make_parser,
+)
 
 if TYPE_CHECKING:
     import torch.nn as nn
@@ -29,59 +35,58 @@ if TYPE_CHECKING:
 
 
 def parse_groups(items: Iterable[str]) -> Dict[str, List[str]]:
-    """Groups of classes, each written NAME=CLASS,CLASS,…"""
+    """Parse groups of classes, NAME=CLASS,CLASS,…"""
     groups = {}
     for item in items:
         name, separator, members = item.partition('=')
         if not separator or not name or not members:
-            raise ValueError(f"a group is written NAME=CLASS,CLASS,…, got '{item}'.")
+            raise ValueError(f"--groups must be NAME=CLASS,CLASS,…, got '{item}'.")
         groups[name] = members.split(',')
     return groups
 
 
 def check_names(options: ReportOptions, class_names: Sequence[str], model: nn.Module) -> None:
-    """Refuse classes and gates that do not exist, before the work."""
+    """Raise a ValueError for classes and gates that do not exist."""
     from timm_gated import gates
+    from timm_gated.analysis.record import shorten
     wanted = [*(options.classes or ()), *(name for members in (options.groups or {}).values() for name in members)]
     known_gates = [f'{name}/{index}' for name, gate in gates(model) for index in range(gate.num_gates)]
     for kind, names, known in (('class', wanted, class_names), ('gate', options.gates or (), known_gates)):
         for name in names:
             if name not in known:
-                raise ValueError(f"there is no {kind} '{name}' among {', '.join(known[:8])} … ({len(known)} in all).")
+                raise ValueError(f"there is no {kind} '{name}' among {shorten(known)}.")
 
 
 def parse_args(argv: Optional[List[str]]) -> argparse.Namespace:
     parser = make_parser(__doc__)
-    parser.add_argument('--output', type=Path, required=True, metavar='DIR', help='folder of the report, a new one')
-    parser.add_argument('--overwrite', action='store_true', help='replace an older report')
+    parser.add_argument('--output', type=Path, required=True, metavar='DIR', help='new folder for the report')
+    parser.add_argument('--overwrite', action='store_true', help='replace an existing report')
     parser.add_argument('--checkpoint', default='', metavar='FILE', help='weights of the model')
     add_model_options(parser)
     add_data_options(parser)
     add_segmentation_options(parser)
     group = parser.add_argument_group('report')
-    group.add_argument('--name', help='of the model, for titles (default: the name of model or config)')
+    group.add_argument('--name', help='name for titles (default: the name of the model or config)')
     group.add_argument(
         '--classes', nargs='*', metavar='CLASS',
-        help='classes to lay over the firing histograms (default: two that are alike and one that is not)')
+        help='classes to draw on the firing histograms (default: two similar ones and a dissimilar one)')
     group.add_argument(
         '--groups', nargs='*', default=[], metavar='NAME=CLASS,CLASS',
-        help='groups of classes, to compare similarity within and between them')
+        help='groups of classes to compare similarity within and between')
     group.add_argument(
         '--gates', nargs='*', metavar='MODULE/INDEX',
-        help='gates to draw against the prior and over training (default: four far apart)')
-    group.add_argument('--compare', nargs='*', default=[], metavar='REPORT', help='reports to draw beside this one')
-    group.add_argument('--snapshots', metavar='DIR', help='snapshots of the training (model option snapshot_dir)')
-    group.add_argument(
-        '--threshold', type=float, default=0.99,
-        help='share of images above which a gate counts as always on or off (default: %(default)s, the paper)')
+        help='gates to draw with the prior and over training (default: four)')
+    group.add_argument('--compare', nargs='*', default=[], metavar='REPORT', help='reports to compare with')
+    group.add_argument('--snapshots', metavar='DIR', help='snapshots of the training run (model option snapshot_dir)')
+    add_threshold_option(group)
     group.add_argument(
         '--rare', type=float, default=0.1,
-        help='share of images for which a specialised gate is open, at most (default: %(default)s)')
+        help='maximum share of images for which a specialised gate is open (default: %(default)s)')
     return parser.parse_args(argv)
 
 
 def run(args: argparse.Namespace) -> Tuple[GateRecord, FetchImage, ReportOptions]:
-    """One pass over the data."""
+    """Record the gates over the data set."""
     from tqdm import tqdm
 
     from timm_gated.analysis import (
@@ -116,7 +121,7 @@ def run(args: argparse.Namespace) -> Tuple[GateRecord, FetchImage, ReportOptions
         options.name = title(model, options.model, args.name)
     check_names(options, data.class_names, check_gated(model))
     if options.name in options.compare:
-        raise ValueError(f"a report to compare with is also called '{options.name}': give this one a --name.")
+        raise ValueError(f"a report of --compare is also called '{options.name}': choose another --name.")
     options.prior = gate_prior(model)
     batches = tqdm(data.loader, desc=options.name, unit='batch')
     record = record_gates(model, batches, data.class_names, data.step)
@@ -128,7 +133,7 @@ def main(argv: Optional[List[str]] = None) -> int:
 
     from timm_gated.analysis import check_target, write_report
     try:
-        check_target(args.output, args.overwrite)  # before the work, not after it
+        check_target(args.output, args.overwrite)  # fail early
         record, fetch_image, options = run(args)
         write_report(args.output, record, fetch_image, options, args.overwrite)
     except ValueError as error:

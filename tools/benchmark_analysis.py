@@ -1,7 +1,8 @@
-"""What it costs to see the gates
+"""Benchmark the cost of recording gates
 
-Prints how much longer an evaluation takes when everything that tools/analyze_gates.py shows is recorded on the way.
-Both sides run the same untrained gated model over the same random images in memory, in turns, and medians are compared.
+Prints how much longer an evaluation takes if it also records the gates for tools/analyze_gates.py. Both variants run
+the same untrained gated model on the same random images in memory. They are timed alternately, and medians
+are compared.
 
     python tools/benchmark_analysis.py --model gated_resnet34 --images 256 --batch-size 64
 """
@@ -14,10 +15,10 @@ from benchmark_training import interleaved
 
 def main(argv: Optional[List[str]] = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument('--model', default='gated_resnet20', help='a gated timm model (default: %(default)s)')
-    parser.add_argument('--images', type=int, default=10000, help='images of an evaluation (default: %(default)s)')
-    parser.add_argument('--batch-size', type=int, default=256, help='default: %(default)s')
-    parser.add_argument('--rounds', type=int, default=7, help='timed rounds of each side (default: %(default)s)')
+    parser.add_argument('--model', default='gated_resnet20', help='gated timm model (default: %(default)s)')
+    parser.add_argument('--images', type=int, default=10000, help='images per evaluation (default: %(default)s)')
+    parser.add_argument('--batch-size', type=int, default=256, help='batch size (default: %(default)s)')
+    parser.add_argument('--rounds', type=int, default=7, help='timed rounds per variant (default: %(default)s)')
     args = parser.parse_args(argv)
     if args.rounds < 1 or args.images < args.batch_size or args.batch_size < 1:
         parser.error('--rounds and --batch-size must be at least 1, and --images at least one batch.')

@@ -1,11 +1,10 @@
-"""What skipped filters buy: milliseconds of gated networks, and of everything else that one could use
+"""Benchmark the latency of gated networks against dense baselines
 
-Times, in turns and on this machine, dense ResNets under eager torch, torch.compile, ONNX Runtime and OpenVINO, and
-gated ResNets three ways: masked (all filters computed), `accelerate` with torch slices, and `accelerate` with the
-native kernels. All compute in float32. Networks are untrained; without a checkpoint, gated ones have gate biases that
-keep a given share of the filters.
+Dense ResNets run in eager torch, torch.compile, ONNX Runtime and OpenVINO. Gated ResNets run masked (all filters are
+computed) and with both backends of `accelerate`, 'torch' and 'native'. All compute in float32. Without a checkpoint,
+networks are untrained and the gate biases are set to keep a given share of the filters.
 
-Writes the table, a figure and all timings as JSON into --output.
+Writes a table, a figure and all timings as JSON to --output.
 
     python tools/benchmark_inference.py --quick
     python tools/benchmark_inference.py --networks 34 --keep 0.43 1 --batch-sizes 1 --threads 1
@@ -16,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import importlib.metadata
 import json
 import os
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
     import torch.nn as nn
 
-    from timm_gated.inference import Program
+    from timm_gated.inference import SlicedRunner
 
 Run = Callable[[], Any]
 DENSE_RUNTIMES = ('eager', 'compile', 'onnxruntime', 'openvino')
@@ -49,11 +49,11 @@ class Row:
     """One line of the table."""
     network: str
     runtime: str
-    keep: Optional[float]  # share of the filters that gates keep; None for dense networks, or as trained
+    keep: Optional[float]  # share of filters kept by the gates; None for dense and for trained networks
     batch_size: int
     threads: int
-    gmacs: float  # of an image
-    times: List[float] = field(default_factory=list)  # milliseconds of a batch
+    gmacs: float  # per image
+    times: List[float] = field(default_factory=list)  # milliseconds per batch
 
     @property
     def ms(self) -> float:
@@ -61,7 +61,7 @@ class Row:
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles."""
+        """Half the interquartile range."""
         quartiles = statistics.quantiles(self.times, n=4) if len(self.times) > 1 else [0., 0., 0.]
         return (quartiles[2] - quartiles[0]) / 2
 
@@ -71,7 +71,7 @@ class Row:
 
 
 def keep_filters(model: nn.Module, share: float) -> nn.Module:
-    """Set the biases of gates so that each keeps this share of its filters, at random, for every image. In place."""
+    """Set the gate biases in place so that each gate keeps a random share of its filters, the same for all images."""
     import torch
 
     from timm_gated import gates
@@ -95,14 +95,14 @@ def prepare_onnx(model: nn.Module, x: torch.Tensor, folder: Path) -> str:
 
 
 def prepare(model: nn.Module, runtime: str, x: torch.Tensor, threads: int, folder: Path) -> Run:
-    """A function that runs a batch."""
+    """Return a function that runs a batch."""
     import torch
 
     from timm_gated import accelerate
     if runtime in ('eager', 'masked'):
         return lambda: model(x)
     if runtime == 'compile':
-        torch._dynamo.reset()  # beyond a number of variants it would run eagerly
+        torch._dynamo.reset()  # past its recompilation limit it would run eagerly
         compiled = torch.compile(model, dynamic=False)
         return lambda: compiled(x)
     if runtime in ('torch', 'native'):
@@ -118,14 +118,14 @@ def prepare(model: nn.Module, runtime: str, x: torch.Tensor, threads: int, folde
         return lambda: session.run(None, {name: images})[0]
     import openvino
     request = openvino.Core().compile_model(path, 'CPU', {
-        # for throughput, OpenVINO would want several requests at a time and give each one thread
+        # with the throughput hint, a single request would use one thread
         'INFERENCE_NUM_THREADS': threads, 'PERFORMANCE_HINT': 'LATENCY',
         'INFERENCE_PRECISION_HINT': 'f32'}).create_infer_request()
     return lambda: request.infer({0: images}, share_inputs=True, share_outputs=True)[0]
 
 
 def check_outputs(sides: Sequence[Tuple[Row, Run]]) -> None:
-    """All runtimes of a network agree."""
+    """Check that all runtimes of a network give the same outputs."""
     import torch
     expected: Dict[Any, torch.Tensor] = {}
     for row, run in sides:
@@ -133,16 +133,16 @@ def check_outputs(sides: Sequence[Tuple[Row, Run]]) -> None:
         first = expected.setdefault((row.network, row.keep), output.clone())
         torch.testing.assert_close(
             output, first, atol=1e-3 * first.abs().max().item(), rtol=0,
-            msg=lambda text, row=row: f'{row.network} under {row.runtime} computes something else: {text}')
+            msg=lambda text, row=row: f'{row.network} under {row.runtime} gives different outputs: {text}')
 
 
 def time_in_turns(sides: Sequence[Tuple[Row, Run]], rounds: int) -> None:
-    """Time all sides once in every round, in an order of its own. The first round warms up."""
+    """Time all sides once per round, in random order. The first round is a warm-up."""
     order = random.Random(0)
     for index in tqdm(range(rounds + 1), desc='rounds', leave=False):
         for row, run in order.sample(sides, len(sides)):
-            time.sleep(0.03)  # the threads of the runtime before wait actively for more work: let them fall asleep
-            run()  # and steady use is what is timed
+            time.sleep(0.03)  # idle threads of the previous runtime spin for a while
+            run()  # warm the caches
             start = time.perf_counter()
             run()
             if index:
@@ -150,7 +150,7 @@ def time_in_turns(sides: Sequence[Tuple[Row, Run]], rounds: int) -> None:
 
 
 def load_images(args: argparse.Namespace, model: nn.Module, count: int) -> torch.Tensor:
-    """Images of the data set, or noise."""
+    """Load images of the data set, or draw noise."""
     import timm
     import torch
     if args.data_dir is None:
@@ -163,7 +163,7 @@ def load_images(args: argparse.Namespace, model: nn.Module, count: int) -> torch
 
 
 def gated_networks(args: argparse.Namespace, depth: int) -> Iterator[Tuple[Optional[float], nn.Module]]:
-    """The gated network as it was trained, or with each share of its filters kept."""
+    """Yield the trained gated network, or one network per share of filters kept."""
     import timm
     import torch
 
@@ -172,7 +172,7 @@ def gated_networks(args: argparse.Namespace, depth: int) -> Iterator[Tuple[Optio
         with explained(f'{args.checkpoint} does not load into gated_resnet{depth}'):
             model = timm.create_model(f'gated_resnet{depth}', checkpoint_path=args.checkpoint).eval()
         if model.fresh_gates:
-            raise ValueError(f'{args.checkpoint} has no weights for the gates: it is not of a trained gated network.')
+            raise ValueError(f'{args.checkpoint} has no weights for the gates; use a checkpoint of a gated network.')
         yield None, model
         return
     for share in args.keep:
@@ -194,7 +194,7 @@ def benchmark(args: argparse.Namespace, folder: Path) -> List[Row]:
         for depth in args.networks:
             sides: List[Tuple[Row, Run]] = []
             torch.manual_seed(0)
-            # (zero initialisation of the last norms would leave convolutions of zeros)
+            # zero_init_last would make the weights zero after folding
             dense = timm.create_model(f'resnet{depth}', zero_init_last=False).eval()
             x = load_images(args, dense, batch_size)
             dense_macs = count_macs(dense, x[:1]).dense / 1e9
@@ -216,25 +216,25 @@ def benchmark(args: argparse.Namespace, folder: Path) -> List[Row]:
 
 
 def fastest_dense(rows: Sequence[Row], like: Row, depth: str) -> Optional[Row]:
-    """The fastest dense runtime of a ResNet, in the same setting."""
+    """Find the fastest dense runtime of a ResNet in the same setting."""
     found = [row for row in rows if row.is_dense and row.network == f'resnet{depth}'
              and (row.batch_size, row.threads) == (like.batch_size, like.threads)]
     return min(found, key=lambda row: row.ms, default=None)
 
 
 def columns(rows: Sequence[Row], row: Row) -> List[str]:
-    """What the table says of a row."""
+    """Format a row of the table."""
     depth = row.network.rsplit('resnet', 1)[1]
     ratios = []
     for against in (depth, '18'):
         best = fastest_dense(rows, row, against)
         ratios.append(f'{row.ms / best.ms:.2f}' if best else '')
-    whole = next((other for other in rows if other.keep == 1. and (
+    full = next((other for other in rows if other.keep == 1. and (
         other.network, other.runtime, other.batch_size, other.threads) == (
         row.network, row.runtime, row.batch_size, row.threads)), None)
     became_time = ''
-    if whole is not None and row.gmacs < whole.gmacs:
-        became_time = f'{100 * (1 - row.ms / whole.ms) / (1 - row.gmacs / whole.gmacs):.0f} %'
+    if full is not None and row.gmacs < full.gmacs:
+        became_time = f'{100 * (1 - row.ms / full.ms) / (1 - row.gmacs / full.gmacs):.0f} %'
     filters = '' if row.is_dense else 'as trained' if row.keep is None else f'{100 * row.keep:.0f} %'
     return [row.network, row.runtime, filters, f'{row.gmacs:.2f}', f'{row.ms:.1f}', f'± {row.spread:.1f}',
             f'{1e3 * row.batch_size / row.ms:.1f}', *ratios, became_time]
@@ -244,14 +244,14 @@ HEADER = ['network', 'runtime', 'filters kept', 'GMACs', 'ms', '', 'images/s', '
           'of MACs saved, time saved']
 
 
-LEGEND = """ms: median of a batch, ± half the distance of its quartiles.
-GMACs: what is computed for an image (masked: everything).
-× fastest dense: over the fastest dense runtime of the same depth, batch size and threads.
-of MACs saved, time saved: share of the MACs saved, against the same runtime with all filters kept, that became time."""
+LEGEND = """ms: median per batch, ± half the interquartile range.
+GMACs: computed MACs per image (masked: all of them).
+× fastest dense: time relative to the fastest dense runtime of the same depth, batch size and threads.
+of MACs saved, time saved: saved time as a share of saved MACs, relative to the same runtime with all filters kept."""
 
 
 def table(rows: Sequence[Row]) -> str:
-    """All rows, by setting."""
+    """Format all rows, grouped by setting."""
     text = []
     for setting in dict.fromkeys((row.batch_size, row.threads) for row in rows):
         some = [row for row in rows if (row.batch_size, row.threads) == setting]
@@ -264,7 +264,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], weights: str, path: Path) -> None:
-    """Milliseconds of an image against its MACs, a panel for each setting."""
+    """Plot milliseconds against MACs per image, with one panel per setting."""
     from matplotlib.figure import Figure
     settings = list(dict.fromkeys((row.batch_size, row.threads) for row in rows))
     fig = Figure(figsize=(5.2 * len(settings), 4.4), layout='constrained')
@@ -285,31 +285,27 @@ def plot(rows: Sequence[Row], weights: str, path: Path) -> None:
                 label=None if runtime in labelled else runtime)
             labelled.add(runtime)
         axis.set(
-            xlabel='GMACs of an image', ylabel='ms of an image', ylim=(0, None), xlim=(0, None),
+            xlabel='GMACs per image', ylabel='ms per image', ylim=(0, None), xlim=(0, None),
             title=f'batch {setting[0]}, {setting[1]} thread{"s" if setting[1] > 1 else ""}')
         axis.grid(alpha=0.3)
     axes[0][0].legend(frameon=False, title='dense (squares), gated (lines)', fontsize='small')
     fig.savefig(path, dpi=150)
 
 
-def fix_gates(program: Program, opened: Dict[int, torch.Tensor]) -> Program:
-    """The program of the sparse network that one image sees: open filters only. Its gates still run."""
-    from timm_gated.inference import ConvOp, Program
-    ops: List[Any] = []
-    for op in program.ops:
-        if isinstance(op, ConvOp):
-            weight, bias = op.weight, op.bias
-            if op.gate_out is not None:
-                weight, bias = weight[opened[op.gate_out]], bias[opened[op.gate_out]]
-            if op.gate_in is not None:
-                weight = weight[:, opened[op.gate_in]]
-            op = ConvOp(**{**vars(op), 'weight': weight, 'bias': bias, 'gate_in': None, 'gate_out': None})
-        ops.append(op)
-    return Program(program.in_channels, ops, program.num_maps, program.num_gates)
+def fix_gates(runner: SlicedRunner, opened: Dict[int, torch.Tensor]) -> SlicedRunner:
+    """Copy a network with the open filters of one image only. Its gates still run."""
+    runner = copy.deepcopy(runner)
+    for step in runner.steps:
+        gate_in, gate_out = getattr(step, 'gate_in', None), getattr(step, 'gate_out', None)
+        if gate_out is not None:
+            step.weight, step.bias, step.gate_out = step.weight[opened[gate_out]], step.bias[opened[gate_out]], None
+        if gate_in is not None:
+            step.weight, step.gate_in = step.weight[:, opened[gate_in]], None
+    return runner
 
 
 def simulate(args: argparse.Namespace) -> List[Row]:
-    """The paper's simulation of batched kernels: for each image, the sparse network of its gate pattern on a batch.
+    """Simulate batched kernels as in the paper: per image, time the sparse network of its gate decisions on a batch.
 
     Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
     """
@@ -336,17 +332,16 @@ def simulate(args: argparse.Namespace) -> List[Row]:
         images = load_images(args, dense, args.simulate)
         batch = images[:1].expand(batch_size, -1, -1, -1).to(device)
         macs = count_macs(dense, images[:1]).dense / 1e9
-        # both sides alike: batch norm folded, and without the head
+        # both without the head and with batch norm folded
         plain = SlicedRunner(compile_trunk(trunk(dense).modules)).to(device)
         rows.append(Row(f'resnet{depth}', 'eager', None, batch_size, torch.get_num_threads(), macs,
                         [milliseconds(lambda plain=plain, batch=batch: plain.run_together(batch))]))
         for keep, gated in gated_networks(args, depth):
-            program = compile_trunk(trunk(gated).modules)
-            runner = SlicedRunner(program)
+            runner = SlicedRunner(compile_trunk(trunk(gated).modules))
             times = []
-            for image in tqdm(images, desc=f'gated_resnet{depth}, image by image', leave=False):
+            for image in tqdm(images, desc=f'gated_resnet{depth}, images', leave=False):
                 opened = runner.run_together(image[None]).opened
-                sparse = SlicedRunner(fix_gates(program, opened)).to(device)
+                sparse = fix_gates(runner, opened).to(device)
                 times.append(milliseconds(lambda sparse=sparse, batch=batch: sparse.run_together(batch)))
             macs = count_macs(gated, images).per_sample.double().mean().item() / 1e9
             rows.append(Row(
@@ -355,7 +350,7 @@ def simulate(args: argparse.Namespace) -> List[Row]:
 
 
 def machine() -> Dict[str, Any]:
-    """What the figures were measured on."""
+    """Describe the machine and the versions of the runtimes."""
     from timm_gated import instruction_sets
     cpu = platform.processor()
     if Path('/proc/cpuinfo').exists():
@@ -375,31 +370,32 @@ def main(argv: Optional[List[str]] = None) -> int:
                         'within three minutes')
     parser.add_argument('--networks', type=int, nargs='+', default=[18, 34, 50], choices=(18, 34, 50, 101, 152))
     parser.add_argument('--keep', type=float, nargs='+', default=[0.25, 0.43, 0.55, 0.75, 1.],
-                        help='shares of the filters that gates keep (default: 0.25 0.43 0.55 0.75 1)')
+                        help='shares of filters to keep (default: 0.25 0.43 0.55 0.75 1)')
     parser.add_argument('--batch-sizes', type=int, nargs='+', default=[1, 32])
-    parser.add_argument('--threads', type=int, nargs='+', help='numbers of threads (default: one, and all)')
+    parser.add_argument('--threads', type=int, nargs='+', help='numbers of threads (default: 1 and all)')
     parser.add_argument('--dense-runtimes', nargs='+', default=list(DENSE_RUNTIMES), choices=DENSE_RUNTIMES)
     parser.add_argument('--img-size', type=int, default=224)
-    parser.add_argument('--rounds', type=int, default=21, help='timed rounds at batch 1, or four times as many as at '
-                        'other batch sizes (default: 21)')
-    parser.add_argument('--checkpoint', help='weights of a trained gated network; needs one of --networks')
-    parser.add_argument('--data-dir', help='image folder to take images from, instead of noise')
+    parser.add_argument('--rounds', type=int, default=21, help='timed rounds at batch size 1; larger batches have '
+                        'a quarter, at least 5 (default: 21)')
+    parser.add_argument('--checkpoint', help='weights of a trained gated network; needs a single --networks')
+    parser.add_argument('--data-dir', help='image folder to use instead of noise')
     parser.add_argument('--simulate', type=int, metavar='IMAGES',
-                        help="the paper's simulation of a batched kernel instead: sparse networks of so many images")
-    parser.add_argument('--simulate-batch-size', type=int, default=128, help='default: 128, as in the paper')
-    parser.add_argument('--device', default='cpu', help='of the simulation (default: cpu)')
+                        help='simulate batched kernels as in the paper, on the sparse networks of this many images')
+    parser.add_argument('--simulate-batch-size', type=int, default=128,
+                        help='batch size of the simulation (default: 128, as in the paper)')
+    parser.add_argument('--device', default='cpu', help='device of the simulation (default: cpu)')
     parser.add_argument('--output', type=Path, default=Path('output/bench'), help='folder for the results')
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f'--rounds must be at least 1, got {args.rounds}.')
     if not all(0 <= share <= 1 for share in args.keep):
-        parser.error(f'--keep takes shares between 0 and 1, got {args.keep}.')
+        parser.error(f'--keep must be between 0 and 1, got {args.keep}.')
     if args.checkpoint is not None and len(args.networks) != 1:
-        parser.error('--checkpoint is of one network: say which, as in --networks 34.')
+        parser.error('--checkpoint needs a single network, for example --networks 34.')
     if args.checkpoint is not None and not Path(args.checkpoint).is_file():
         parser.error(f'--checkpoint {args.checkpoint} does not exist.')
     if args.data_dir is not None and not Path(args.data_dir).is_dir():
-        parser.error(f"--data-dir {args.data_dir} does not exist; it is a folder of images, as for timm's train.py.")
+        parser.error(f'--data-dir {args.data_dir} does not exist.')
     if args.quick:
         args.keep, args.batch_sizes, args.rounds = [0.43, 0.55, 1.], [1], 7
         args.dense_runtimes = [runtime for runtime in args.dense_runtimes if runtime != 'compile']

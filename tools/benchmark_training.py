@@ -1,13 +1,13 @@
-"""What gating costs in training
+"""Benchmark the cost of gating in training
 
-Prints, from one run on this machine, three ratios:
+Prints three ratios:
 
     1. the CDF of the Beta prior, forward and backward: SciPy through NumPy over `timm_gated.beta_cdf`;
-    2. the whole batch-shaping loss, forward and backward: the same loss on that SciPy CDF over ours;
-    3. the whole training step: `gated_resnet34` with batch shaping and L0 over timm's dense `resnet34`.
+    2. the batch-shaping loss, forward and backward: with the SciPy CDF over `timm_gated.batch_shaping_loss`;
+    3. the training step: `gated_resnet34` with batch shaping and L0 over timm's dense `resnet34`.
 
-1 and 2 run on 256 images x 3776 gates (a gated ResNet-34), on one thread. Machines are noisy, so the two sides of each
-ratio are timed in turns, and medians are compared. The networks are untrained.
+1 and 2 use 256 images x 3776 gates (a gated ResNet-34) and one thread. Both sides of a ratio are timed alternately, and
+medians are compared, because machines are noisy. The networks are untrained.
 
     python tools/benchmark_training.py --only losses
     python tools/benchmark_training.py --only step --depth 50 --batch-size 16
@@ -29,7 +29,7 @@ A, B = 0.6, 0.4
 
 
 def scipy_losses() -> Tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
-    """The CDF and the batch-shaping loss the usual way: cdf and pdf of scipy.stats.beta, by way of NumPy."""
+    """CDF and batch-shaping loss with cdf and pdf of scipy.stats.beta, through NumPy."""
     import numpy as np
     import scipy.stats
     import torch
@@ -46,7 +46,7 @@ def scipy_losses() -> Tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[to
             return grad * torch.from_numpy(scipy.stats.beta.pdf(x.numpy(), A, B).astype(np.float32))
 
     def batch_shaping_loss(x: torch.Tensor) -> torch.Tensor:
-        """The loss as the paper writes it, on that CDF."""
+        """Loss as defined in the paper, with the SciPy CDF."""
         n = x.shape[0]
         expected = torch.arange(1, n + 1, dtype=x.dtype)[:, None] / (n + 1)
         return (expected - ScipyBetaCDF.apply(torch.sort(x, dim=0).values)).square().mean(0).sum()
@@ -55,13 +55,13 @@ def scipy_losses() -> Tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[to
 
 
 def interleaved(sides: Dict[str, Callable[[], None]], rounds: int) -> Dict[str, float]:
-    """Median seconds of each side, timed in turns."""
+    """Median seconds of each function, timed alternately."""
     times: Dict[str, List[float]] = {name: [] for name in sides}
     for index in tqdm(range(rounds + 1), desc=' / '.join(sides), leave=False):
         for name, run in sides.items():
             start = time.perf_counter()
             run()
-            if index:  # the first round warms up
+            if index:  # the first round is a warm-up
                 times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
@@ -119,7 +119,7 @@ def benchmark_step(rounds: int, depth: int, batch_size: int, image_size: int) ->
             optimizer.step()
         return run
 
-    gated = timm.create_model(f'gated_resnet{depth}', lam_epochs='fixed', gamma_epochs='fixed')  # both losses at work
+    gated = timm.create_model(f'gated_resnet{depth}', lam_epochs='fixed', gamma_epochs='fixed')  # both losses enabled
     seconds = interleaved({
         'dense': training_step(timm.create_model(f'resnet{depth}')),
         'gated': training_step(gated),
@@ -131,11 +131,11 @@ def benchmark_step(rounds: int, depth: int, batch_size: int, image_size: int) ->
 
 def main(argv: Optional[List[str]] = None) -> None:
     parser = make_parser(__doc__)
-    parser.add_argument('--rounds', type=int, default=11, help='timed rounds of each side (default: 11)')
-    parser.add_argument('--depth', type=int, default=34, choices=(18, 34, 50, 101, 152), help='ResNet of the step')
-    parser.add_argument('--batch-size', type=int, default=32)
-    parser.add_argument('--image-size', type=int, default=128)
-    parser.add_argument('--only', choices=('losses', 'step'), help='run one of the parts')
+    parser.add_argument('--rounds', type=int, default=11, help='timed rounds per variant (default: %(default)s)')
+    parser.add_argument('--depth', type=int, default=34, choices=(18, 34, 50, 101, 152), help='default: %(default)s')
+    parser.add_argument('--batch-size', type=int, default=32, help='default: %(default)s')
+    parser.add_argument('--image-size', type=int, default=128, help='default: %(default)s')
+    parser.add_argument('--only', choices=('losses', 'step'), help='run only this part')
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f'--rounds must be at least 1, got {args.rounds}.')

@@ -3,8 +3,8 @@
     python tools/convert_checkpoint.py --to mmseg gated_resnet50.pth backbone.pth
     python tools/convert_checkpoint.py --to timm iter_150000.pth gated_resnet50.safetensors
 
-The result is a bare state dict: of a backbone, for `init_cfg=dict(type='Pretrained', checkpoint=…)`, or of a timm model
-without its classifier. Nothing but tensors is read from the source, and the target is written whole or not at all.
+The target is a bare state dict: of a backbone, for `init_cfg=dict(type='Pretrained', checkpoint=…)`, or of a timm model
+without its classifier. Only tensors are read from the source. The target is written only when complete.
 """
 import sys
 from pathlib import Path
@@ -14,13 +14,13 @@ from _options import make_parser
 
 
 def convert(source: Path, target: Path, to: str, overwrite: bool = False) -> int:
-    """Convert a file; returns the number of tensors written.
+    """Convert a checkpoint and return the number of tensors written.
 
     Args:
         source: Checkpoint, `.pth` or `.safetensors`, a bare state dict or nested under `state_dict`.
-        target: File to write, likewise.
-        to: 'mmseg' or 'timm'.
-        overwrite: Replace an existing target.
+        target: File to write, `.pth` or `.safetensors`.
+        to: Format of the target, 'mmseg' or 'timm'.
+        overwrite: Whether to replace an existing target.
     """
     import safetensors.torch
     import torch
@@ -32,11 +32,11 @@ def convert(source: Path, target: Path, to: str, overwrite: bool = False) -> int
     if not source.is_file():
         raise ValueError(f'no checkpoint at {source}.')
     if target.exists() and not overwrite:
-        raise ValueError(f'{target} exists: choose another target, or --overwrite.')
-    with explained(f'{source} cannot be converted'), history_allowed():  # (of mmengine's log, in its checkpoints)
+        raise ValueError(f'{target} exists: choose another target or use --overwrite.')
+    with explained(f'{source} cannot be converted'), history_allowed():  # in checkpoints of mmengine
         state_dict = load_state_dict(str(source), use_ema=False, device='cpu', weights_only=True)
         if not any('layer1.0.conv1' in key for key in state_dict):
-            raise ValueError(f'{source} holds no ResNet: no key has layer1.0.conv1 in it.')
+            raise ValueError(f'{source} is not a ResNet: no key contains layer1.0.conv1.')
         out = timm_to_mmseg(state_dict) if to == 'mmseg' else mmseg_to_timm(state_dict)
     with new_file(target) as partial:
         if target.suffix == '.safetensors':
@@ -50,7 +50,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument('source', type=Path, help='checkpoint to convert (.pth, .pth.tar or .safetensors)')
     parser.add_argument('target', type=Path, help='file to write (.pth or .safetensors)')
-    parser.add_argument('--to', choices=('mmseg', 'timm'), required=True, help='what the target is for')
+    parser.add_argument('--to', choices=('mmseg', 'timm'), required=True, help='format of the target')
     parser.add_argument('--overwrite', action='store_true', help='replace an existing target')
     args = parser.parse_args(argv)
     try:

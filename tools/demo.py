@@ -1,11 +1,11 @@
-"""Quick start: a gated ResNet and its dense twin on handwritten digits
+"""Quick start: a gated ResNet and its dense counterpart on handwritten digits
 
-Trains `cifar_resnet20` and `gated_resnet20` on scikit-learn's digits (1,797 real 8 x 8 images that come with its
-package; nothing is downloaded), through the same timm task, optimizer and scheduler that timm's train.py uses. Prints
-a table of what gating buys and draws how the gates' distribution changed over training.
+Trains `cifar_resnet20` and `gated_resnet20` on the digits of scikit-learn (1,797 images of 8 x 8, part of its package),
+with the task, optimizer and scheduler of timm's train.py. Prints a table of accuracy and MACs and draws the
+distribution of the gates over training.
 
-Batch shaping first drives every gate to the paper's Beta(0.6, 0.4) prior, so that filters become conditional; the L0
-loss then closes those that the task does not need.
+Batch shaping first matches every gate to the paper's Beta(0.6, 0.4) prior, so that filters become conditional. The L0
+loss then closes the gates that the task does not need.
 
     python tools/demo.py --output output/demo
     python tools/demo.py --epochs 60 --gamma 0.02
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Tuple
 
-from _options import make_parser
+from _options import format_table, make_parser
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +36,7 @@ class Evaluation(NamedTuple):
 
 
 def digits(batch_size: int, seed: int) -> Tuple[DataLoader, DataLoader]:
-    """Loaders of 80 % and 20 % of the digits, at 16 x 16 pixels."""
+    """Create the loaders of 80 % and 20 % of the digits, at 16 x 16 pixels."""
     import numpy as np
     import torch
     import torch.nn.functional as F
@@ -86,7 +86,7 @@ def train(
         seed: int,
         **model_kwargs,
 ) -> Tuple[nn.Module, List[Evaluation]]:
-    """Train one model; returns it with its evaluation before training and after every epoch."""
+    """Train a model and return it with its evaluations before training and after every epoch."""
     import timm
     import torch
     import torch.nn as nn
@@ -123,22 +123,18 @@ def train(
 
 
 def table(results: Dict[str, Evaluation]) -> str:
-    """The closing table."""
-    header = ('', 'accuracy', 'MACs a sample', 'share of MACs', 'always on / conditional / always off')
-    rows = [header]
+    """Format the results."""
+    rows = [('', 'accuracy', 'MACs per sample', 'share of MACs', 'always on / conditional / always off')]
     for name, result in results.items():
         counts = ' / '.join(map(str, result.counts)) if result.counts else 'no gates'
         rows.append((
             name, f'{result.accuracy:.1f} %', f'{result.mean_macs / 1e6:.2f} M',
             f'{100 * result.mean_macs / result.dense_macs:.1f} %', counts))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, '  '.join('-' * width for width in widths))
-    return '\n'.join(lines)
+    return format_table(rows)
 
 
 def plot(history: List[Evaluation], losses: GateLosses, path: Path) -> None:
-    """Draw how the gates' distribution changed over training."""
+    """Draw the distribution of the gates over training."""
     import numpy as np
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -172,10 +168,10 @@ def plot(history: List[Evaluation], losses: GateLosses, path: Path) -> None:
 
 def main(argv: Optional[List[str]] = None) -> None:
     parser = make_parser(__doc__)
-    parser.add_argument('--output', type=Path, default=Path('output/demo'), help='folder of the figure and the table')
-    parser.add_argument('--epochs', type=int, default=30, help='epochs of each of the two trainings (default: 30)')
+    parser.add_argument('--output', type=Path, default=Path('output/demo'), help='folder for the figure and the table')
+    parser.add_argument('--epochs', type=int, default=30, help='training epochs per model (default: %(default)s)')
     parser.add_argument(
-        '--gamma', type=float, default=0.01, help='weight of the L0 loss, summed over gates (default: 0.01)')
+        '--gamma', type=float, default=0.01, help='weight of the L0 loss, summed over gates (default: %(default)s)')
     parser.add_argument('--batch-size', type=int, default=64)
     parser.add_argument('--seed', type=int, default=0)
     args = parser.parse_args(argv)

@@ -1,12 +1,12 @@
-"""Evaluate gated and dense models: accuracy, MACs, parameters used and gates, as a table and as JSON
+"""Evaluate gated and dense models: accuracy, MACs, parameters used and gates, as a table and JSON
 
     python tools/evaluate.py --model gated_resnet20.bas_c10 --data-dir data/cifar10
     python tools/evaluate.py --model gated_resnet20 --checkpoint runs/*/model_best.pth.tar --data-dir data/cifar10
     python tools/evaluate.py --model gated_resnet20 --checkpoint gated.pth cifar_resnet20=dense.pth \\
         --data-dir data/cifar10 --output runs/evaluation.json
 
-A checkpoint is of --model, or says its own as MODEL=FILE. Without one, the pretrained weights of --model are evaluated.
-The JSON file is what tools/tradeoff.py draws.
+A checkpoint belongs to --model unless it is written as MODEL=FILE. Without one, the pretrained weights of --model are
+evaluated. tools/tradeoff.py draws the JSON file.
 """
 import argparse
 import json
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from _options import add_data_options, add_model_options, make_parser
+from _options import add_data_options, add_model_options, add_threshold_option, format_table, make_parser
 
 Result = Dict[str, Any]
 
@@ -25,7 +25,7 @@ def evaluate(text: str, args: argparse.Namespace) -> Result:
 
     Args:
         text: FILE or MODEL=FILE; empty for the pretrained weights.
-        args: Of the command line.
+        args: Parsed command line.
     """
     from tqdm import tqdm
 
@@ -33,7 +33,7 @@ def evaluate(text: str, args: argparse.Namespace) -> Result:
     model, checkpoint = parse_checkpoint(text, args.model)
     path = Path(checkpoint)
     name = re.sub(r'(\.(pth|pt|th|tar|safetensors))+$', '', path.name)
-    if name in ('model_best', 'last'):  # every run of timm has one, in a folder with the run's name
+    if name in ('model_best', 'last'):  # in timm, the folder has the name of the run
         name = path.resolve().parent.name
     network = create_network(model, checkpoint, args)
     name = title(network, model, name)
@@ -46,10 +46,10 @@ def evaluate(text: str, args: argparse.Namespace) -> Result:
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results, one a line."""
+    """Format the results, one per line."""
     from timm_gated.analysis import GateCounts
     rows = [(
-        '', 'top-1', 'top-5', 'MACs a sample', 'share', 'parameters used', 'open',
+        '', 'top-1', 'top-5', 'MACs per sample', 'share', 'parameters used', 'open',
         'always on / conditional / always off')]
     for result in results:
         gated = bool(result['num_gates'])
@@ -62,19 +62,15 @@ def table(results: Sequence[Result]) -> str:
             f'{result["parameters_used"] / 1e6:.3f} of {result["parameters"] / 1e6:.3f} M',
             f'{result["gate_density"]:.1%}' if gated else '-',
             ' / '.join(str(result[kind]) for kind in GateCounts._fields) if gated else 'no gates'))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return '\n'.join([lines[0], '  '.join('-' * width for width in widths), *lines[1:]])
+    return format_table(rows)
 
 
 def main(argv: Optional[List[str]] = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument(
-        '--checkpoint', nargs='+', default=[''], metavar='[MODEL=]FILE', help='weights, any number of them')
+        '--checkpoint', nargs='+', default=[''], metavar='[MODEL=]FILE', help='weights to evaluate')
     parser.add_argument('--output', type=Path, metavar='FILE', help='JSON file for the results')
-    parser.add_argument(
-        '--threshold', type=float, default=0.99,
-        help='share of images above which a gate counts as always on or off (default: %(default)s, the paper)')
+    add_threshold_option(parser)
     add_model_options(parser)
     add_data_options(parser)
     args = parser.parse_args(argv)

@@ -1,12 +1,12 @@
-"""Export a network to ONNX, or to a torch.export program, and check the file
+"""Export a network to ONNX or torch.export and check the file
 
     python tools/export_onnx.py --model gated_resnet20 --checkpoint gated.pth --output gated.onnx
     python tools/export_onnx.py --model local-dir:pruned --output pruned.onnx --compare gated.onnx
     python tools/export_onnx.py --model gated_resnet20 --checkpoint gated.pth --output gated.pt2
 
-Without a checkpoint, the pretrained weights are exported. The batch size stays open. ONNX Runtime must give torch's
-outputs to 1e-4, otherwise the file is not kept. --compare times other ONNX files against this one. A gated network runs
-all of its filters, masked: prune or specialise it (tools/prune.py) to make the file faster.
+Without a checkpoint, the pretrained weights are exported. The batch size is dynamic. The file is deleted if its outputs
+differ from torch's by more than 1e-4. --compare times other ONNX files against this one. An exported gated network
+computes all filters and masks them; prune or specialize it first (tools/prune.py) to make it faster.
 """
 import argparse
 import statistics
@@ -21,18 +21,18 @@ TOLERANCE = 1e-4
 
 
 def export(args: argparse.Namespace) -> str:
-    """Export and check; returns what to tell the user."""
+    """Export and check a network; returns a summary."""
     import torch
 
     from timm_gated.analysis import create_network, parse_checkpoint, title
     from timm_gated.inference import export_onnx, export_program, onnx_difference
     if args.output.suffix not in ('.onnx', '.pt2'):
-        raise ValueError(f'--output must end in .onnx, or in .pt2 for a torch.export program; got {args.output}.')
+        raise ValueError(f'--output must end in .onnx or .pt2, got {args.output}.')
     if args.output.exists() and not args.overwrite:
-        raise ValueError(f'{args.output} exists: choose another file, or --overwrite.')
+        raise ValueError(f'{args.output} exists; choose another file or use --overwrite.')
     model, checkpoint = parse_checkpoint(args.checkpoint, args.model) if args.checkpoint else (args.model, '')
     if not model:
-        raise ValueError('which model? Give --model.')
+        raise ValueError('no model. Give --model.')
     network = create_network(model, checkpoint, args)
     size = tuple(args.input_size or network.pretrained_cfg['input_size'])  # type: ignore[arg-type]
     images = torch.randn(3, *size, generator=torch.Generator().manual_seed(0)).to(next(network.parameters()).device)
@@ -49,7 +49,7 @@ def export(args: argparse.Namespace) -> str:
             runtime = f'ONNX Runtime, opset {args.opset}'
         if difference > TOLERANCE:
             raise ValueError(
-                f'outputs differ by {difference:.2g} in {runtime}, more than {TOLERANCE}: no file was kept.')
+                f'outputs differ by {difference:.2g} in {runtime}, more than {TOLERANCE}; the file was deleted.')
         unchecked.replace(args.output)
     finally:
         unchecked.unlink(missing_ok=True)
@@ -60,13 +60,13 @@ def export(args: argparse.Namespace) -> str:
 
 
 def time_files(files: Sequence[Path], batch_size: int, threads: int, rounds: int) -> Dict[Path, List[float]]:
-    """Milliseconds of each ONNX file in ONNX Runtime, in turns.
+    """Time ONNX files alternately in ONNX Runtime; returns milliseconds per batch.
 
     Args:
         files: ONNX files with one input.
-        batch_size: Images at a time.
-        threads: Of ONNX Runtime.
-        rounds: Turns of each file.
+        batch_size: Images per batch.
+        threads: Number of threads of ONNX Runtime.
+        rounds: Timed batches per file.
     """
     import numpy as np
     import onnxruntime
@@ -83,7 +83,7 @@ def time_files(files: Sequence[Path], batch_size: int, threads: int, rounds: int
         for file, (session, feed) in runs.items():
             start = time.perf_counter()
             session.run(None, feed)
-            if turn >= 3:  # the first ones warm up
+            if turn >= 3:  # after the warm-up
                 times[file].append(1e3 * (time.perf_counter() - start))
     return times
 
@@ -91,21 +91,22 @@ def time_files(files: Sequence[Path], batch_size: int, threads: int, rounds: int
 def main(argv: Optional[List[str]] = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument('--checkpoint', default='', metavar='[MODEL=]FILE', help='weights of the model')
-    parser.add_argument('--output', type=Path, required=True, metavar='FILE', help='what to write: .onnx or .pt2')
+    parser.add_argument('--output', type=Path, required=True, metavar='FILE', help='file to write, .onnx or .pt2')
     parser.add_argument('--overwrite', action='store_true', help='replace an existing file')
-    parser.add_argument('--opset', type=int, default=23, metavar='N', help='of ONNX (default: %(default)s)')
+    parser.add_argument('--opset', type=int, default=23, metavar='N', help='ONNX opset version (default: %(default)s)')
     parser.add_argument(
         '--input-size', nargs=3, type=int, metavar='N', help="channels, height and width (default: the model's)")
-    parser.add_argument('--compare', nargs='+', type=Path, default=[], metavar='FILE', help='ONNX files to time too')
-    parser.add_argument('--batch-size', '-b', type=int, default=1, metavar='N', help='for times (default: %(default)s)')
-    parser.add_argument('--threads', type=int, default=1, metavar='N', help='for times (default: %(default)s)')
-    parser.add_argument('--rounds', type=int, default=200, metavar='N', help='for times (default: %(default)s)')
+    parser.add_argument('--compare', nargs='+', type=Path, default=[], metavar='FILE', help='other ONNX files to time')
+    parser.add_argument(
+        '--batch-size', '-b', type=int, default=1, metavar='N', help='for timing (default: %(default)s)')
+    parser.add_argument('--threads', type=int, default=1, metavar='N', help='for timing (default: %(default)s)')
+    parser.add_argument('--rounds', type=int, default=200, metavar='N', help='for timing (default: %(default)s)')
     add_model_options(parser)
     args = parser.parse_args(argv)
     missing = [file for file in args.compare if not file.is_file()]
     try:
         if missing:
-            raise ValueError(f'there is no file {missing[0]} to compare with.')
+            raise ValueError(f'--compare: no file {missing[0]}.')
         print(export(args))
     except ValueError as error:
         print(f'error: {error}', file=sys.stderr)

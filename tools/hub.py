@@ -1,4 +1,4 @@
-"""Models as folders and on the Hugging Face hub: save, describe, push and pull them
+"""Save models as folders, write their model cards, push them to and pull them from the Hugging Face hub
 
     python tools/hub.py save --model gated_resnet20 --checkpoint runs/bas/model_best.pth.tar --output bas \\
         --evaluation runs/evaluation.json --dataset-id uoft-cs/cifar10 --dataset-split test
@@ -6,12 +6,12 @@
     python tools/hub.py push bas me/gated_resnet20-cifar10
     python tools/hub.py pull me/gated_resnet20-cifar10 again
 
-`save` makes a folder of a checkpoint or, without one, of the pretrained weights: config.json, model.safetensors, and
-README.md, the model's card. Its figures are those of an --evaluation, a file of tools/evaluate.py; without it there are
-none. `card` writes the card of a folder anew. A pulled folder has been checked against the hub's checksums, and loaded
-once. `push` needs `hf auth login`. Models load by timm.create_model('local-dir:DIR', pretrained=True) and
-timm.create_model('hf-hub:OWNER/NAME', pretrained=True), once timm_gated is imported. `python tools/hub.py save --help`
-has the options of `save`, and so on.
+`save` writes a checkpoint or, without one, the pretrained weights to a folder with config.json, model.safetensors and
+the model card README.md. The card shows the figures of --evaluation, a file of tools/evaluate.py, if given. `card`
+rewrites the card of a folder. `push` needs `hf auth login`. `pull` verifies the checksums of the hub and loads the
+model once. After importing timm_gated, load models with timm.create_model('local-dir:DIR', pretrained=True) or
+timm.create_model('hf-hub:OWNER/NAME', pretrained=True). See `python tools/hub.py save --help` for the
+options of `save`, and so on.
 """
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 def read_figures(path: Optional[Path], result: str) -> Optional[Dict[str, Any]]:
-    """One result of a file of tools/evaluate.py.
+    """Read one result from a file of tools/evaluate.py.
 
     Args:
-        path: The file; None for no figures.
-        result: The result's name; needed if there are several.
+        path: JSON file; None for no figures.
+        result: Name of the result; required if there are several.
     """
     if path is None:
         return None
@@ -45,14 +45,14 @@ def read_figures(path: Optional[Path], result: str) -> Optional[Dict[str, Any]]:
     if not result and len(results) == 1:
         result = next(iter(results))
     if result not in results:
-        raise ValueError(f"--result must be one of {', '.join(results)}, of {path}, got '{result}'.")
+        raise ValueError(f"--result must be one of {', '.join(results)} (in {path}), got '{result}'.")
     if results[result].get('untrained'):
-        raise ValueError(f"the figures of '{result}', of {path}, are those of an untrained network.")
+        raise ValueError(f"the figures of '{result}' in {path} are those of an untrained network.")
     return results[result]
 
 
 def read_training(args: Namespace) -> Union[str, Dict[str, Any]]:
-    """The command of the training, or its settings: from --training-args, or from args.yaml beside the checkpoint."""
+    """Read the training command, or the settings in --training-args or in args.yaml next to the checkpoint."""
     if args.training:
         return args.training
     path = args.training_args
@@ -66,9 +66,9 @@ def read_training(args: Namespace) -> Union[str, Dict[str, Any]]:
     try:
         settings = yaml.safe_load(path.read_text(encoding='utf-8'))
     except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f'the settings of the training cannot be read from {path}: {error}') from error
+        raise ValueError(f'the training settings cannot be read from {path}: {error}') from error
     if not isinstance(settings, dict):
-        raise ValueError(f"{path} must hold settings, as timm's train.py writes them to args.yaml, got {settings!r}.")
+        raise ValueError(f"{path} must hold settings like args.yaml of timm's train.py, got {settings!r}.")
     return training_settings(settings)
 
 
@@ -85,7 +85,7 @@ def save(args: Namespace) -> str:
     from timm_gated.utils import check_new
     check_new(args.output)
     if not args.model:
-        raise ValueError('give --model, of which the checkpoint is.')
+        raise ValueError('give --model, the model of the checkpoint.')
     model = create_network(args.model, args.checkpoint, args)
     names = args.class_map.read_text(encoding='utf-8').split('\n') if args.class_map else None
     save_pretrained(model, args.output, names and [name for name in names if name], make_card(model, args))
@@ -120,47 +120,47 @@ def pull(args: Namespace) -> str:
 
 def add_card_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group('card')
-    group.add_argument('--evaluation', type=Path, metavar='FILE', help='what tools/evaluate.py --output wrote')
-    group.add_argument('--result', default='', metavar='NAME', help='which of its results (default: the only one)')
-    group.add_argument('--dataset-id', default='', metavar='ID', help='the data, by its name on the hub')
-    group.add_argument('--dataset-split', default='', metavar='SPLIT', help='its split, by its name on the hub')
-    group.add_argument('--training', default='', metavar='COMMAND', help='how the model was trained')
+    group.add_argument('--evaluation', type=Path, metavar='FILE', help='JSON file of tools/evaluate.py --output')
+    group.add_argument('--result', default='', metavar='NAME', help='name of the result in it (default: the only one)')
+    group.add_argument('--dataset-id', default='', metavar='ID', help='hub ID of the data set')
+    group.add_argument('--dataset-split', default='', metavar='SPLIT', help='split of the data set on the hub')
+    group.add_argument('--training', default='', metavar='COMMAND', help='training command')
     group.add_argument(
         '--training-args', type=Path, metavar='FILE',
-        help="instead, the settings that timm's train.py wrote (default: args.yaml beside the checkpoint, if any)")
-    group.add_argument('--tag', default='', help='of weights that come with timm_gated, which are loaded by it')
-    group.add_argument('--license', default='', help="of the weights (default: that of the model's config)")
+        help="training settings of timm's train.py (default: args.yaml next to the checkpoint, if any)")
+    group.add_argument('--tag', default='', help='tag of the weights, if timm_gated includes them')
+    group.add_argument('--license', default='', help="licence of the weights (default: that of the model's config)")
 
 
 def parse_args(argv: Optional[List[str]]) -> Namespace:
     parser = make_parser(__doc__)
     commands = parser.add_subparsers(required=True, metavar='{save,card,push,pull}')
 
-    command = commands.add_parser('save', help='make a folder of a checkpoint, or of pretrained weights')
+    command = commands.add_parser('save', help='save a checkpoint or the pretrained weights as a folder')
     command.add_argument('--checkpoint', default='', metavar='FILE', help='weights of the model')
-    command.add_argument('--output', type=Path, required=True, metavar='DIR', help='the folder, a new one')
-    command.add_argument('--class-map', type=Path, metavar='FILE', help='names of the outputs, one a line')
+    command.add_argument('--output', type=Path, required=True, metavar='DIR', help='new folder for the model')
+    command.add_argument('--class-map', type=Path, metavar='FILE', help='text file with one class name per line')
     add_card_options(command)
     add_model_options(command, untrained=False)
     command.set_defaults(run=save)
 
-    command = commands.add_parser('card', help='write the card of a folder anew')
-    command.add_argument('folder', type=Path, help='of a model')
+    command = commands.add_parser('card', help='rewrite the model card of a folder')
+    command.add_argument('folder', type=Path, help='folder of the model')
     add_card_options(command)
     command.set_defaults(run=card)
 
-    command = commands.add_parser('push', help='put a folder on the hub')
-    command.add_argument('folder', type=Path, help='of a model')
-    command.add_argument('repository', help='OWNER/NAME, which is made if it is not there')
-    command.add_argument('--private', action='store_true', help='make it a private one')
+    command = commands.add_parser('push', help='upload a folder to the hub')
+    command.add_argument('folder', type=Path, help='folder of the model')
+    command.add_argument('repository', help='OWNER/NAME, created if it does not exist')
+    command.add_argument('--private', action='store_true', help='create a private repository')
     command.add_argument('--revision', metavar='BRANCH', help='branch to commit to (default: the main one)')
     command.add_argument('--create-pr', action='store_true', help='open a pull request')
-    command.add_argument('--message', default='Add model', help='of the commit (default: %(default)s)')
+    command.add_argument('--message', default='Add model', help='commit message (default: %(default)s)')
     command.set_defaults(run=push)
 
-    command = commands.add_parser('pull', help='fetch a model from the hub')
+    command = commands.add_parser('pull', help='download a model from the hub')
     command.add_argument('repository', help='OWNER/NAME')
-    command.add_argument('folder', type=Path, help='for the model, a new one')
+    command.add_argument('folder', type=Path, help='new folder for the model')
     command.add_argument('--revision', metavar='REV', help='branch, tag or commit (default: the main branch)')
     command.set_defaults(run=pull)
     return parser.parse_args(argv)

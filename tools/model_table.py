@@ -1,8 +1,8 @@
-"""Figures of gated models, as rows of the tables in README.md and configs/timm/README.md
+"""Print the rows of the model tables in README.md and configs/timm/README.md
 
     python tools/model_table.py 'convnet_aig_*'
 
-Counted by the rules of `count_macs`, on models without data. The tests hold the tables to what this prints.
+MACs are counted as in `count_macs`, on the meta device. Tests compare the tables with this output.
 """
 import sys
 from typing import List, Optional
@@ -13,7 +13,7 @@ HEADER = '| model | input | parameters | dense parameters | dense MACs | gate ov
 
 
 def row(name: str) -> str:
-    """A model's row of the table."""
+    """Row of a model in the table."""
     import timm
 
     from timm_gated import Gating, gates, mac_formula
@@ -38,7 +38,7 @@ def row(name: str) -> str:
 
 def main(argv: Optional[List[str]] = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument('pattern', nargs='?', default='', help='models, with wildcards (default: all gated models)')
+    parser.add_argument('pattern', nargs='?', default='', help='model name with wildcards (default: all gated models)')
     args = parser.parse_args(argv)
 
     from timm_gated import list_gated_models
@@ -46,7 +46,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     names = list_gated_models(args.pattern)
     if not names:
         near = [name for name in near_models(args.pattern) if name in list_gated_models()]
-        print(f"error: no gated model is called '{args.pattern}'" + (f'; near: {", ".join(near)}' if near else ''),
+        print(f"error: no gated model matches '{args.pattern}'" + (f'; near: {", ".join(near)}' if near else ''),
               file=sys.stderr)
         return 1
     print(HEADER)

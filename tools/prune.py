@@ -1,4 +1,4 @@
-"""Which filters are dead, which always run, and what pruning saves; with --output, the pruned network
+"""List dead and always-on filters and the savings of pruning; with --output, save the pruned network
 
     python tools/prune.py --model gated_resnet20 --checkpoint gated.pth --data-dir data/cifar10
     python tools/prune.py --model gated_resnet20 --checkpoint gated.pth --data-dir data/cifar10 --output pruned
@@ -6,11 +6,11 @@
         --classes cat dog --split train --crop-pct 0.8 --eval-split validation --epochs 3
     python tools/prune.py --mmseg-config gated-pspnet.py --checkpoint iter_600.pth --output pruned
 
-Without a checkpoint, the pretrained weights are pruned, or those that an mmseg config loads.
+Without a checkpoint, the pretrained weights are pruned, or the weights that the mmseg config loads.
 
-Without --classes, filters go that hardly any image uses, and gates that hardly ever close. With --classes, the network
-is specialised to these: a plain ResNet, fine-tuned for --epochs. The folder of --output is a timm model,
-timm.create_model('local-dir:DIR', pretrained=True); of an mmseg config, a config and weights for mmseg's scripts.
+Without --classes, pruning removes filters that are always off and gates that are always on. With --classes, the network
+is specialised to these classes: a dense ResNet, fine-tuned for --epochs. Load the folder of --output with
+timm.create_model('local-dir:DIR', pretrained=True); for an mmseg config, it holds a config and weights for mmseg.
 """
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterable, Iterator, List, Optional, Sequence
 
-from _options import add_data_options, add_model_options, add_segmentation_options, make_parser
+from _options import (
+    add_data_options,
+    add_model_options,
+    add_segmentation_options,
+    add_threshold_option,
+    make_parser,
+)
 from tqdm import tqdm
 
 if TYPE_CHECKING:
@@ -30,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """A loader with a progress bar for each pass over it."""
+    """Loader with a progress bar per pass."""
 
     def __init__(self, loader: Iterable[Any], name: str) -> None:
         self.loader = loader
@@ -41,14 +47,12 @@ class Progress:
 
 
 def filters(pruned: Pruned, threshold: float) -> str:
-    """What the filters of each gate module do, a line each."""
-    import torch
-
+    """List the filters of each gate module by kind, one line per module."""
     from timm_gated.analysis import GateCounts, gate_kinds
     lines = []
     for name, share in pruned.open_share.items():
         kinds = gate_kinds(share, threshold)
-        counts = GateCounts(*torch.bincount(kinds, minlength=3).tolist())
+        counts = GateCounts.of(kinds)
         lines.append(
             f'{name}: {counts.always_off} dead{_listed(kinds == 2)}, '
             f'{counts.always_on} always on{_listed(kinds == 0)}, {counts.conditional} conditional')
@@ -56,7 +60,7 @@ def filters(pruned: Pruned, threshold: float) -> str:
 
 
 def _listed(chosen: torch.Tensor) -> str:
-    """Indices, runs of them shortened."""
+    """Indices in parentheses, with consecutive ones as ranges."""
     indices = chosen.nonzero()[:, 0].tolist()
     runs: List[List[int]] = []
     for index in indices:
@@ -69,17 +73,16 @@ def _listed(chosen: torch.Tensor) -> str:
 
 
 def labels_of(names: Sequence[str], class_names: Sequence[str]) -> List[int]:
-    """Labels of classes by their names."""
+    """Labels of classes by name."""
+    from timm_gated.analysis.record import shorten
     for name in names:
         if name not in class_names:
-            raise ValueError(
-                f"there is no class '{name}'; the classes: {', '.join(class_names[:12])}"
-                f'{f" … ({len(class_names)} in all)" if len(class_names) > 12 else ""}.')
+            raise ValueError(f"there is no class '{name}'; the classes: {shorten(class_names)}.")
     return [list(class_names).index(name) for name in names]
 
 
 def training_loader(network: nn.Module, args: Namespace) -> Any:
-    """The data of --split with timm's augmentation, for fine-tuning."""
+    """Create the loader of --split with timm's augmentation, for fine-tuning."""
     import torch
     from timm.data import create_dataset, create_loader, resolve_data_config
     config = resolve_data_config(vars(args), model=network)
@@ -94,14 +97,14 @@ def training_loader(network: nn.Module, args: Namespace) -> Any:
 
 
 def prune_classifier(args: Namespace) -> Pruned:
-    """Prune a timm model, and save it."""
+    """Prune a timm model and save it."""
     from timm_gated.analysis import check_gated, create_data, create_network, title
     from timm_gated.hub import save_pretrained
     from timm_gated.pruning import prune_static, specialize
     if not args.model:
         raise ValueError('give --model (a gated timm model) or --mmseg-config.')
     if args.epochs and not args.classes:
-        raise ValueError('--epochs is of the fine-tuning to --classes; a network without them is only pruned.')
+        raise ValueError('--epochs needs --classes: without classes, there is no fine-tuning.')
     network = create_network(args.model, args.checkpoint, args)
     data = create_data(check_gated(network), args)
     if network.untrained:
@@ -123,21 +126,21 @@ def prune_classifier(args: Namespace) -> Pruned:
 
 
 def prune_segmentor(args: Namespace) -> Pruned:
-    """Prune the model of an mmseg config, and write the config and the weights that are left."""
-    from mmseg_plugin import pruning  # these need the extra `mmseg`
+    """Prune the model of an mmseg config and save its config and weights."""
+    from mmseg_plugin import pruning  # needs the extra `mmseg`
     from mmseg_plugin.analysis import create_segmentation, load_config
     from mmseg_plugin.backbones import backbone_cfg
     from timm_gated.analysis import find_device, title
     if args.eval_split:
-        raise ValueError('--eval-split is for timm models; the figures of a segmentor are of its test_dataloader.')
+        raise ValueError('--eval-split is for timm models; a segmentor is evaluated on its test_dataloader.')
     if args.epochs:
-        raise ValueError("--epochs is for timm models; train the config of --output by mmseg's tools/train.py instead.")
+        raise ValueError("--epochs is for timm models; train the config of --output with mmseg's tools/train.py.")
     model, data = create_segmentation(
         args.mmseg_config, args.checkpoint, args.cfg_options, find_device(args.device), args.untrained)
     if model.untrained:
         print(title(model, args.mmseg_config))
     if args.output:
-        backbone_cfg(model.backbone)  # refuses, before the work, what cannot be saved
+        backbone_cfg(model.backbone)  # fail early if it cannot be saved
     judged, labels = Progress(data.loader, 'images'), None
     if args.classes:
         labels = labels_of(args.classes, data.class_names)
@@ -152,26 +155,24 @@ def prune_segmentor(args: Namespace) -> Pruned:
 def parse_args(argv: Optional[List[str]]) -> Namespace:
     parser = make_parser(__doc__)
     parser.add_argument('--checkpoint', default='', metavar='FILE', help='weights of the model')
-    parser.add_argument('--output', type=Path, metavar='DIR', help='folder for the pruned network, a new one')
+    parser.add_argument('--output', type=Path, metavar='DIR', help='new folder for the pruned network')
     group = parser.add_argument_group('pruning')
-    group.add_argument(
-        '--threshold', type=float, default=0.99,
-        help='share of images above which a gate counts as always off or on (default: %(default)s)')
-    group.add_argument('--classes', nargs='+', metavar='NAME', help='specialise the network to these classes')
-    group.add_argument('--epochs', type=int, default=0, metavar='N', help='of fine-tuning to them (default: 0)')
-    group.add_argument('--lr', type=float, default=0.01, metavar='X', help='its learning rate (default: %(default)s)')
+    add_threshold_option(group)
+    group.add_argument('--classes', nargs='+', metavar='NAME', help='classes to specialise the network to')
+    group.add_argument('--epochs', type=int, default=0, metavar='N', help='epochs of fine-tuning (default: 0)')
+    group.add_argument('--lr', type=float, default=0.01, metavar='X', help='learning rate (default: %(default)s)')
     add_model_options(parser)
     add_data_options(parser)
-    group = parser.add_argument_group('more data options (--split is what gates are judged by, and fine-tuned on)')
-    group.add_argument('--eval-split', metavar='SPLIT', help='split of the figures (default: that of --split)')
+    group = parser.add_argument_group('more data options (--split is used for gate statistics and fine-tuning)')
+    group.add_argument('--eval-split', metavar='SPLIT', help='split of the evaluation (default: --split)')
     group.add_argument('--eval-crop-pct', type=float, metavar='X', help="crop of --eval-split (default: the model's)")
     group.add_argument('--scale', nargs=2, type=float, default=(0.64, 1.), metavar='X', help='area of training crops')
-    group.add_argument('--ratio', nargs=2, type=float, default=(0.75, 4 / 3), metavar='X', help='their aspect ratio')
-    group.add_argument('--hflip', type=float, default=0.5, metavar='X', help='probability of mirroring')
+    group.add_argument('--ratio', nargs=2, type=float, default=(0.75, 4 / 3), metavar='X', help='aspect ratio of crops')
+    group.add_argument('--hflip', type=float, default=0.5, metavar='X', help='probability of horizontal flips')
     add_segmentation_options(parser)
     args = parser.parse_args(argv)
     if args.untrained and args.output:
-        parser.error('--output is for trained networks: --untrained only shows what would be pruned.')
+        parser.error('--output needs a trained network: do not combine it with --untrained.')
     return args
 
 
@@ -183,7 +184,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     try:
         check_threshold(args.threshold)
         if args.output:
-            check_new(args.output)  # before the work, not after it
+            check_new(args.output)  # fail early
         pruned = prune_segmentor(args) if args.mmseg_config else prune_classifier(args)
     except ValueError as error:
         print(f'error: {error}', file=sys.stderr)

@@ -1,9 +1,8 @@
 """Run the tests of the native kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 
-Builds the kernels with both into a copy of the package in a temporary folder, and runs the tests of programs, of whole
-networks and of their inputs on it, with small blocks so that most maps take several. Any report of a sanitizer ends the
-process that runs the tests. Other arguments are passed on to pytest; EXAMPLES_TIMES=10 in the environment draws ten
-times as many programs and networks.
+Builds the kernels into a copy of the package in a temporary folder and runs the tests of programs, networks and inputs
+on it. Blocks are small, so that most maps need several. A sanitizer report aborts the tests. Other arguments are passed
+to pytest. EXAMPLES_TIMES=10 in the environment draws ten times as many programs and networks.
 
     python tools/sanitize_kernels.py --tests test_kernels.py -x
 """
@@ -24,7 +23,7 @@ TESTS = ('test_kernels.py', 'test_accelerate.py', 'test_accelerate_inputs.py', '
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument('--tests', nargs='+', default=TESTS, choices=TESTS, metavar='FILE', help=', '.join(TESTS))
-    args, of_pytest = parser.parse_known_args()
+    args, pytest_args = parser.parse_known_args()
     compiler = os.environ.get('CC', 'gcc')
     with tempfile.TemporaryDirectory() as scratch:
         package = Path(scratch) / 'timm_gated'
@@ -37,23 +36,23 @@ def main() -> int:
             '-DWINOGRAD_FLOATS=4096', '-fopenmp', '-shared', '-fPIC',
             '-Wall', '-Wextra', '-Werror',
             f'-I{sysconfig.get_path("include")}', *sources, '-o', str(library)], check=True)
-        # (with the C++ library, whose exceptions, torch's here, AddressSanitizer looks for at the start)
+        # AddressSanitizer needs libstdc++ at startup to intercept exceptions
         runtimes = [
             subprocess.run([compiler, f'-print-file-name={name}'], check=True, capture_output=True, text=True).stdout
             for name in ('libasan.so', 'libstdc++.so')]
         environment = {
             **os.environ,
             'LD_PRELOAD': ':'.join(map(str.strip, runtimes)),
-            # Python and torch keep memory until the end on purpose
+            # Python and torch do not free all memory at exit
             'ASAN_OPTIONS': 'detect_leaks=0:abort_on_error=1',
             'UBSAN_OPTIONS': 'print_stacktrace=1:abort_on_error=1',
             'PYTHONPATH': f'{scratch}{os.pathsep}{ROOT}',
         }
         tests = [str(ROOT / 'tests' / 'inference' / name) for name in args.tests]
-        # What C writes is not captured: pytest would not come to show the report that ended it.
+        # Do not capture the stderr of C: pytest would not print the report after an abort.
         command = ['-c', str(ROOT / 'pyproject.toml'), '--rootdir', str(ROOT), '-p', 'no:cacheprovider',
-                   '--capture=sys', '-k', 'not without_a_compiler', *tests, *of_pytest]
-        # From the temporary folder, so that the copy of the package is the one imported. Make sure of it.
+                   '--capture=sys', '-k', 'not without_a_compiler', *tests, *pytest_args]
+        # Run in the temporary folder to import the copy of the package.
         program = (
             f'import timm_gated._native as m; assert m.__file__ == {str(library)!r}, m.__file__\n'
             f'import sys, pytest; sys.exit(pytest.main({command!r}))')

@@ -1,11 +1,11 @@
-"""Many inferences of an accelerated network in one process: does memory grow, does an output change?
+"""Soak test of an accelerated network: check that memory does not grow and that outputs do not change
 
     python tools/soak_inference.py                                              # 10,000 of a small network
     python tools/soak_inference.py --model gated_resnet34 --no-pretrained --img-size 224
 
-Most images are of one size. Every tenth inference is a batch of another size, of more sizes than memory is kept for,
-and every hundredth begins with a network made anew. Each output is compared, bit for bit, with the first one for its
-images. Resident memory, read ten times on the way, must not grow after the first tenth. Reads Linux's /proc.
+Every tenth inference has another image and batch size, with more sizes than memory is kept for. Every hundredth creates
+a new network. Outputs must be bitwise equal to the first one for the same images. Resident memory is measured ten times
+and must not grow after the first time. Needs /proc (Linux).
 """
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MEGABYTE = 2 ** 20
 
 
 def resident_bytes() -> int:
-    """What this process has in memory now, garbage collected first."""
+    """Collect garbage and return the resident memory of this process."""
     gc.collect()
     return int(Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
 
 
 def make_batches(channels: int, size: int) -> List[torch.Tensor]:
-    """One image of the size, then batches of others."""
+    """Create one image of the given size, then batches of other sizes."""
     import torch
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, size, size)] + [(1 + i % 3, size + i, size - i // 2) for i in range(1, 8)]
@@ -39,7 +39,7 @@ def make_batches(channels: int, size: int) -> List[torch.Tensor]:
 
 
 def soak(model: torch.nn.Module, batches: List[torch.Tensor], count: int, backend: str) -> Dict[str, List[int]]:
-    """Run it; returns which inferences gave another output, and the memory after each tenth."""
+    """Return the inferences whose output changed, and the memory after each tenth of them."""
     import torch
 
     import timm_gated
@@ -60,12 +60,12 @@ def soak(model: torch.nn.Module, batches: List[torch.Tensor], count: int, backen
 
 def main(argv: Optional[List[str]] = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument('--model', default='gated_resnet20', help='a classifier (default: %(default)s)')
-    parser.add_argument('--pretrained', action=argparse.BooleanOptionalAction, default=True, help='its trained weights')
-    parser.add_argument('--img-size', type=int, default=32, help='of most images (default: %(default)s)')
-    parser.add_argument('--count', type=int, default=10000, help='inferences (default: %(default)s)')
+    parser.add_argument('--model', default='gated_resnet20', help='classifier (default: %(default)s)')
+    parser.add_argument('--pretrained', action=argparse.BooleanOptionalAction, default=True, help='pretrained weights')
+    parser.add_argument('--img-size', type=int, default=32, help='size of most images (default: %(default)s)')
+    parser.add_argument('--count', type=int, default=10000, help='number of inferences (default: %(default)s)')
     parser.add_argument('--backend', default='auto', choices=['auto', 'native', 'torch'], help='default: %(default)s')
-    parser.add_argument('--growth', type=float, default=4, help='allowed, in megabytes (default: %(default)s)')
+    parser.add_argument('--growth', type=float, default=4, help='allowed growth of memory in MB (default: %(default)s)')
     args = parser.parse_args(argv)
     if args.count < 10 or args.img_size < 8:
         parser.error('--count must be at least 10 and --img-size at least 8.')

@@ -1,11 +1,11 @@
-"""Draw accuracy against average MACs, for any number of runs
+"""Draw accuracy against mean MACs of several runs
 
     python tools/tradeoff.py runs/evaluation.json --output tradeoff
     python tools/tradeoff.py runs/* --published imagenet --output tradeoff
 
-Takes results of tools/evaluate.py --output and reports of tools/analyze_gates.py, as files or as folders that hold one,
-and writes tradeoff.png and tradeoff.svg. Filled points are measured; with --published the paper's own are drawn beside
-them, hollow. A model without gates counts as dense. Runs of one model are joined by a line, or those of one --series:
+Reads results of tools/evaluate.py --output and reports of tools/analyze_gates.py, as files or folders, and writes
+tradeoff.png and tradeoff.svg. Measured points are filled; --published adds the paper's points, hollow. Models without
+gates count as dense. A line joins the runs of one model, or of one --series:
 
     python tools/tradeoff.py runs/evaluation.json --series 'batch shaping=bas_*' 'L0 alone=l0_*'
 """
@@ -16,7 +16,7 @@ from typing import List, Optional, Tuple
 
 from _options import make_parser
 
-ACCURACY = {'imagenet': 'top-1', 'cityscapes': 'IoU'}  # by data set of timm_gated.analysis.PUBLISHED
+ACCURACY = {'imagenet': 'top-1', 'cityscapes': 'IoU'}  # by key of timm_gated.analysis.PUBLISHED
 
 
 def split_series(text: str) -> Tuple[str, str]:
@@ -28,14 +28,14 @@ def split_series(text: str) -> Tuple[str, str]:
 
 def main(argv: Optional[List[str]] = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument('results', nargs='*', type=Path, help='result files, or folders with one')
+    parser.add_argument('results', nargs='*', type=Path, help='result files or folders with one')
     parser.add_argument(
-        '--output', type=Path, default=Path('tradeoff'), metavar='STEM', help='the figure, without its suffix')
+        '--output', type=Path, default=Path('tradeoff'), metavar='STEM', help='figure path without suffix')
     parser.add_argument('--published', choices=sorted(ACCURACY), help="add the paper's points on this data set")
     parser.add_argument(
-        '--x', choices=('macs', 'share'), default='macs', help='MACs, or their share of the dense MACs (default: macs)')
+        '--x', choices=('macs', 'share'), default='macs', help='x axis (default: macs)')
     parser.add_argument(
-        '--series', nargs='+', default=[], type=split_series, metavar='NAME=PATTERN', help='runs to join, by name')
+        '--series', nargs='+', default=[], type=split_series, metavar='NAME=PATTERN', help='series, by run name')
     parser.add_argument('--only', nargs='+', default=[], metavar='PATTERN', help='runs to draw (default: all)')
     args = parser.parse_args(argv)
 

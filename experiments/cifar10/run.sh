@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The trainings on CIFAR-10, by their names:
+# Run one of the CIFAR-10 trainings by name:
 #
 #     python tools/prepare_cifar10.py --source cifar-10-python.tar.gz --output data/cifar10
 #     bash experiments/cifar10/run.sh a_dense              # from the root of this repository
 #
-# TRAIN is timm's train.py, DATA the images, RUNS where the runs go.
+# Environment: TRAIN, path of timm's train.py; DATA, folder of the images; RUNS, output folder.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 configs=configs/timm/cifar10
@@ -21,18 +21,18 @@ train() {
 gate() { train gated_resnet20_from_dense --initial-checkpoint $dense --model-kwargs from_dense=8 "$@"; }
 l0() { train gated_resnet20_l0_from_dense --initial-checkpoint $dense --model-kwargs from_dense=8 lam=0 "$@"; }
 
-name=${1:?the name of a run, see this file}
+name=${1:?give the name of a run, see this file}
 case $name in
     # Track A: 20 epochs from scratch, the paper's schedules of 500 shortened in proportion.
     a_dense) train cifar_resnet20 --epochs 20 --decay-milestones 13 16 19 ;;
     a_bas)
         train gated_resnet20 --epochs 20 --decay-milestones 13 16 19 \
             --model-kwargs lam=0.75 "lam_epochs=(0,4)" gamma=1.25 "gamma_epochs=(4,12)" ;;
-    # Its first 4 epochs, with the mean over gates in place of the sum.
+    # The first 4 epochs of a_bas, with the mean over gates instead of the sum.
     a_bas_mean)
         train gated_resnet20 --epochs 4 --decay-milestones 13 16 19 \
             --model-kwargs lam=0.75 "lam_epochs=(0,4)" lam_reduction=mean gamma=0 ;;
-    # Track B: 8 epochs from the dense weights of track A, one learning rate for all.
+    # Track B: 8 epochs from the dense weights of track A, one learning rate schedule for all.
     b_dense) train cifar_resnet20_from_dense --initial-checkpoint $dense ;;
     b_bas_budget70) gate budget=0.7 budget_weight=20.0 ;;
     b_bas_budget70_strong) gate lam=0.01 budget=0.7 budget_weight=20.0 ;;
@@ -46,5 +46,5 @@ case $name in
     b_l0_gamma25) l0 gamma=2.5 ;;
     b_l0_gamma8) l0 gamma=8.0 ;;  # stopped in epoch 3, with 3 % of the gates open
     b_aig70) train convnet_aig_resnet20_from_dense --initial-checkpoint $dense ;;
-    *) echo "error: there is no run '$name'; this file lists them." >&2 && exit 1 ;;
+    *) echo "error: unknown run '$name', see the list in this file." >&2 && exit 1 ;;
 esac

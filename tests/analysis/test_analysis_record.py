@@ -1,4 +1,4 @@
-"""The record of a pass over a data set, and the numbers that follow from it, against arithmetic by hand"""
+"""Gate records and measures, compared with arithmetic by hand"""
 import numpy as np
 import pytest
 import timm
@@ -39,7 +39,7 @@ def record(net, batches):
 
 @pytest.fixture(scope='module')
 def whole(net, batches):
-    """The same in one forward pass: images, labels, output, logits of all gates."""
+    """Images, labels, output and gate logits of all batches in one forward pass."""
     images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
     with torch.no_grad():
         output = net(images)
@@ -62,7 +62,7 @@ def test_histograms_and_examples(record, whole):
     logits = whole[3].numpy()
     for gate in range(24):
         expected = np.histogram(1 / (1 + np.exp(-logits[:, gate].astype(float))), np.linspace(0, 1, 101))[0]
-        assert np.abs(record.histogram[gate] - expected).sum() <= 2  # a value at the edge of a bin may fall to either
+        assert np.abs(record.histogram[gate] - expected).sum() <= 2  # values at bin edges may fall into either bin
         best = np.argsort(-logits[:, gate], kind='stable')[:8]
         np.testing.assert_array_equal(record.examples[gate], np.where(logits[best, gate] > 0, best, -1))
 
@@ -94,8 +94,8 @@ def test_summary(net, record, whole):
     assert sum(sum(counts) for counts in record.counts_by_layer().values()) == 24
 
 
-def test_memory_is_some_bytes_an_image(net):
-    """Only the columns grow, by 24 bytes an image; nothing grows with images times gates."""
+def test_memory_is_24_bytes_per_image(net):
+    """Only the columns grow with the number of images."""
     def sizes(num_batches):
         recorder = Recorder(net, CLASSES)
         for images, labels in make_batches(num_batches):
@@ -118,7 +118,7 @@ def test_names_of_gates(record):
 
 
 def test_specialised_gates_by_hand(net):
-    """Gate 3 of the second layer fires for the two images of class 1 alone, gate 5 for one image only."""
+    """Gate 3 of the second layer is open only for the two images of class 1, gate 5 only for one image."""
     images = torch.randn(20, 3, 8, 8)
     labels = torch.tensor([0] * 9 + [1] * 2 + [2] * 9)
     mask = torch.ones(20, 8)
@@ -178,14 +178,14 @@ def test_groups_by_hand(record):
     ({'a': ['ant', 'owl']}, "no class 'owl'; the classes: ant, bee"),
     ({'a': ['ant', 'bee'], 'b': ['bee']}, "'bee' is in two groups, 'a' and 'b'"),
     ({'a': ['ant', 'bee']}, 'at least two groups'),
-    ({'a': ['ant'], 'b': ['bee']}, 'one of them with two classes')])
+    ({'a': ['ant'], 'b': ['bee']}, 'one of them with at least two classes')])
 def test_bad_groups(record, groups, message):
     with pytest.raises(ValueError, match=message):
         class_similarity(record, groups)
 
 
 def test_distance_from_the_prior(record, whole):
-    """It is the batch-shaping loss of the whole set, but for bins and for i / (N + 1)."""
+    """Equals the batch-shaping loss of the data set, except for bins and i / (N + 1)."""
     prior = Beta()
     loss = batch_shaping_loss(whole[3].double().sigmoid(), prior, reduction='none')
     np.testing.assert_allclose(prior_distance(record, prior), loss.numpy(), atol=0.02)
@@ -196,7 +196,7 @@ def test_spread_over():
     assert spread_over(np.array([1.]), 4) == [0]
 
 
-# What users do wrong
+# Errors
 
 
 def test_a_dense_model_has_a_record_without_gates(batches):
@@ -213,26 +213,26 @@ def test_empty_data(net):
         make_record(net, [])
 
 
-def test_a_class_that_never_occurs(net):
+def test_a_class_that_does_not_occur(net):
     record = make_record(net, make_batches(classes=6))
     assert record.class_counts[6] == 0 and np.isnan(record.open_share_by_class[6]).all()
     assert record.present_classes() == list(range(6))
     assert 'gnu' not in class_similarity(record).names
-    with pytest.raises(ValueError, match="'gnu' never occurs in this data; choose among: ant, bee"):
+    with pytest.raises(ValueError, match="'gnu' does not occur in the data; choose one of: ant, bee"):
         record.class_index('gnu')
 
 
 @pytest.mark.parametrize('count', [1, 2])
 def test_too_few_classes(net, count):
     record = make_record(net, make_batches(classes=count))
-    with pytest.raises(ValueError, match=rf'from three on, and {count} occur.*ant'):
+    with pytest.raises(ValueError, match=rf'at least three classes, but the data has {count}: ant'):
         class_similarity(record)
 
 
-def test_gates_that_fire_alike(net, batches):
+def test_gates_that_fire_equally(net, batches):
     with force_gates(net, 'open'):
         record = make_record(net, batches)
-    with pytest.raises(ValueError, match='fire alike for every class'):
+    with pytest.raises(ValueError, match='fire equally for every class'):
         class_similarity(record)
 
 
@@ -241,7 +241,7 @@ def test_label_maps_that_all_show_the_same_classes(net):
         net(images)
         return Outcome(torch.ones(7, 7).bool(), correct=torch.rand(7), confidence=torch.rand(7))
     record = record_gates(net, [torch.randn(7, 3, 8, 8), torch.randn(7, 3, 8, 8)], CLASSES, step)
-    with pytest.raises(ValueError, match='label maps that all show the same classes'):
+    with pytest.raises(ValueError, match='all label maps show the same classes'):
         class_similarity(record)
 
 
@@ -254,7 +254,7 @@ def test_nan_in_the_output(net, batches):
 
 
 def test_nan_in_a_gate(batches):
-    """Which reads as a closed gate, so that the output may well be finite."""
+    """A NaN logit closes the gate, so the output may be finite."""
     net = make_net()
     with torch.no_grad():
         net.layer2[0].gate1.fc2.bias[3] = float('nan')
@@ -264,7 +264,7 @@ def test_nan_in_a_gate(batches):
 
 def test_labels_that_do_not_fit(net, batches):
     images, labels = batches[0]
-    with pytest.raises(ValueError, match='a label is .*7, but there are 7 classes'):
+    with pytest.raises(ValueError, match=r'labels must be in \[0, 7\), got 7 to 7'):
         make_record(net, [(images, torch.full_like(labels, 7))])
     small = make_net(num_classes=3)
     with pytest.raises(ValueError, match='7 classes, but the model has 3 outputs'):
@@ -272,7 +272,6 @@ def test_labels_that_do_not_fit(net, batches):
 
 
 def test_inputs_of_several_classes():
-    """As label maps have them."""
     net = make_net()
     members = torch.zeros(3, 7).bool()
     members[0, [0, 6]] = members[1, 6] = True
@@ -287,4 +286,4 @@ def test_inputs_of_several_classes():
     np.testing.assert_allclose(record.open_share_by_class[6], is_open[:2].mean(0))
     numbers = summary(record)
     assert numbers['pixel_accuracy'] == 75 and numbers['top5'] is None and 'top1' not in numbers
-    assert difficulty(record).macs_right == record.macs[2]  # the better half: above the median
+    assert difficulty(record).macs_right == record.macs[2]  # above the median

@@ -1,4 +1,4 @@
-"""Every figure from a tiny model, and the report: whole or not at all, and readable without a network"""
+"""Figures and reports of a tiny model"""
 import base64
 import io
 import itertools
@@ -58,7 +58,7 @@ def snapshots():
 
 
 def drawn(figure: Figure) -> np.ndarray:
-    """The pixels; a figure that holds only its frame would be nearly white."""
+    """Pixels of a figure. Checks that it is not empty."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format='png', dpi=50)
     pixels = np.asarray(Image.open(buffer).convert('L'))
@@ -117,7 +117,7 @@ def test_specialised_gates_and_extremes_show_their_images(record):
     texts = [axis.get_xlabel() for axis in figure.axes]
     assert f'{record.macs.max() / 1e6:.3g} M' in texts[0] and f'{record.macs.min() / 1e6:.3g} M' in texts[3]
     drawn(figure)
-    with pytest.raises(ValueError, match='no gate fires rarely'):
+    with pytest.raises(ValueError, match='no gates to draw'):
         specialised_figure([], fetch)
 
 
@@ -180,21 +180,21 @@ def test_names_in_a_trade_off_do_not_hide_one_another():
     figure.canvas.draw()
     axis, renderer = figure.axes[0], figure.canvas.get_renderer()
     boxes = [text.get_window_extent(renderer) for text in axis.texts]
-    assert [text.get_text() for text in axis.texts] == [point.name for point in points]  # (the legend has the other)
+    assert [text.get_text() for text in axis.texts] == [point.name for point in points]  # the other is in the legend
     assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
     assert all(axis.bbox.contains(*corner) for box in boxes for corner in box.corners())
     centres = axis.transData.transform([xy for line in axis.lines for xy in line.get_xydata()])
     assert not any(box.contains(*centre) for box in boxes for centre in centres)
 
 
-def test_series_of_ones_own():
+def test_group_points():
     points = [Point(name, 'gated_resnet20', 80., 1e6, 0.5, 'measured') for name in ('l0_1', 'bas_1', 'bas_2', 'x')]
     grouped = group_points(points, {'L0': 'l0_*', 'shaping': 'bas*'}, only=['*_*'])
     assert [(point.name, point.series) for point in grouped] == [
         ('l0_1', 'L0'), ('bas_1', 'shaping'), ('bas_2', 'shaping')]
     assert group_points(points, {}) == points
     for bad in (dict(series={'L0': 'L0*'}), dict(series={}, only=['L0*'])):
-        with pytest.raises(ValueError, match=r"no result has a name like 'L0\*'; there are l0_1, bas_1"):
+        with pytest.raises(ValueError, match=r"no result matches 'L0\*'; the results: l0_1, bas_1"):
             group_points(points, **bad)
 
 
@@ -209,11 +209,11 @@ def test_short_names_of_layers():
     assert short_layers(['gate']) == ['gate']
 
 
-# The report
+# Report
 
 
 class Page(HTMLParser):
-    """Images and links of a page; fails on tags that do not close."""
+    """Images and links of a page. Fails on unclosed tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -286,16 +286,16 @@ def test_report_on_any_method(name, tmp_path):
     assert (folder / 'gate_distribution.png').is_file() and (folder / 'firing.png').is_file()
 
 
-def test_report_of_one_class_says_what_it_leaves_out(tmp_path):
+def test_report_of_one_class(tmp_path):
     record = make_record(make_net(), make_batches(classes=1))
     folder = write_report(tmp_path / 'report', record, fetch_image)
     text = (folder / 'index.html').read_text()
-    assert 'Classes without an image, left out: bee, cow, dog' in text
-    assert 'classes can be compared from three on, and 1 occur' in text
+    assert 'Classes without images: bee, cow, dog' in text
+    assert 'class similarity needs at least three classes, but the data has 1' in text
     assert not (folder / 'class_similarity.png').exists()
     content = json.loads((folder / 'gates.json').read_text())
     assert content['class_similarity'] is None and content['classes'][1]['mean_macs'] is None
-    with pytest.raises(ValueError, match='from three on'):  # asked for
+    with pytest.raises(ValueError, match='at least three classes'):  # requested
         write_report(tmp_path / 'other', record, fetch_image, ReportOptions(groups={'a': ['ant']}))
     assert not (tmp_path / 'other').exists()
 
@@ -312,7 +312,7 @@ def test_failure_leaves_nothing(record, tmp_path, monkeypatch):
 
 
 def test_an_older_report_is_replaced_only_when_asked(record, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, 'report_sections', lambda *args: [])  # figures take time
+    monkeypatch.setattr(report, 'report_sections', lambda *args: [])  # figures are slow
     target = tmp_path / 'report'
     write_report(target, record, fetch_image, ReportOptions(name='first'))
     with pytest.raises(ValueError, match='exists and is not empty.*--overwrite'):
@@ -322,14 +322,14 @@ def test_an_older_report_is_replaced_only_when_asked(record, tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ['report']
     (tmp_path / 'photos').mkdir()
     (tmp_path / 'photos' / 'cat.png').write_bytes(b'')
-    with pytest.raises(ValueError, match='is no report'):
+    with pytest.raises(ValueError, match='is not a report'):
         write_report(tmp_path / 'photos', record, fetch_image, overwrite=True)
     assert (tmp_path / 'photos' / 'cat.png').exists()
 
 
 def test_bad_reports_to_compare_with(tmp_path):
-    with pytest.raises(ValueError, match='is no gates.json of a report: FileNotFoundError'):
+    with pytest.raises(ValueError, match='is not the gates.json of a report: FileNotFoundError'):
         load_distribution(tmp_path)
     (tmp_path / 'gates.json').write_text('{}')
-    with pytest.raises(ValueError, match='is no gates.json of a report: KeyError'):
+    with pytest.raises(ValueError, match='is not the gates.json of a report: KeyError'):
         load_distribution(tmp_path)

@@ -1,4 +1,4 @@
-"""The tools as users run them: reports, tables and figures from the command line, and what they say to mistakes"""
+"""Analysis tools on the command line: reports, tables, figures and errors"""
 import json
 import os
 import re
@@ -9,12 +9,12 @@ import timm
 import torch
 from forked import Done, run_script
 from mmseg_small import write_config
-from small_analysis import CLASSES, MODEL_KWARGS, make_net, write_images
+from small_analysis import CLASSES, MODEL_KWARGS, MODEL_OPTIONS, make_net, write_images
 from tool import TOOLS, run_tool
 
 from timm_gated import gates
 
-NET = ['--model', 'gated_resnet20', '--model-kwargs', 'layers=(1,1,1)', 'channels=(8,8,8)', '--num-classes', '7']
+NET = ['--model', 'gated_resnet20', *MODEL_OPTIONS]
 
 
 def run(tool: str, *args) -> Done:
@@ -50,7 +50,6 @@ def test_analyze_gates(options, tmp_path, capsys):
     assert content['results'][0]['num_samples'] == 42 and [entry['name'] for entry in content['classes']] == CLASSES
     assert all(entry['num_samples'] == 6 for entry in content['classes'])
     assert (tmp_path / 'report' / 'extremes.png').stat().st_size > 5000
-    # another report beside this one
     other = [*options[:-1], tmp_path / 'other']
     assert run_tool('analyze_gates', *other, '--compare', tmp_path / 'report') == 0
     assert {path.name for path in tmp_path.iterdir()} == {'report', 'other'}
@@ -92,7 +91,7 @@ def test_segmentation(tmp_path):
                     'model.test_cfg.mode=slide') == 1
 
 
-def test_a_segmentor_whose_checkpoint_is_cut_short(tmp_path, capsys):
+def test_a_segmentor_with_a_truncated_checkpoint(tmp_path, capsys):
     config, checkpoint = write_config(tmp_path), tmp_path / 'iter_2.pth'
     checkpoint.write_bytes(b'PK')
     options = ['--mmseg-config', config, '--checkpoint', checkpoint, '--output', tmp_path / 'report']
@@ -108,14 +107,14 @@ def test_a_segmentor_whose_checkpoint_is_cut_short(tmp_path, capsys):
     (['--num-classes', '5', '--checkpoint', '', '--untrained'], 'data has 7 classes .*model has 5 output.*--class-map'),
     (['--classes', 'owl'], "no class 'owl'"),
     (['--gates', 'layer1/0'], "no gate 'layer1/0'"),
-    (['--groups', 'animals'], "written NAME=CLASS,CLASS,…, got 'animals'"),
+    (['--groups', 'animals'], "must be NAME=CLASS,CLASS,…, got 'animals'"),
     (['--snapshots', 'nowhere'], 'no gate snapshots'),
-    (['--compare', 'nowhere'], 'is no gates.json'),
+    (['--compare', 'nowhere'], 'is not the gates.json'),
     (['--threshold', '2'], r'threshold must be in \(0.5, 1\], got 2'),
     (['--class-map', 'classes.pkl'], 'must be a text file .*classes.pkl'),
     (['--mmseg-config', 'nowhere.py'], 'there is no file nowhere.py'),
 ])
-def test_mistakes_leave_no_report(options, change, message, tmp_path, capsys):
+def test_errors_leave_no_report(options, change, message, tmp_path, capsys):
     assert run_tool('analyze_gates', *options, *change) == 1
     error = capsys.readouterr().err
     assert re.search(message, error.replace('\n', ' ')), error
@@ -130,11 +129,11 @@ def test_empty_data_and_a_class_without_images(options, checkpoints, tmp_path, c
 
     some = write_images(tmp_path / 'some', CLASSES[:3])
     assert run_tool('analyze_gates', *options, '--data-dir', some) == 1
-    assert 'labels, which follow the order of the folders' in capsys.readouterr().err
+    assert 'Labels follow the order of the folders' in capsys.readouterr().err
     names = tmp_path / 'classes.txt'
     names.write_text('\n'.join(CLASSES) + '\n')
     assert run_tool('analyze_gates', *options, '--data-dir', some, '--class-map', names) == 0
-    assert 'left out: dog, eel, fox, gnu' in (tmp_path / 'report' / 'index.html').read_text()
+    assert 'Classes without images: dog, eel, fox, gnu' in (tmp_path / 'report' / 'index.html').read_text()
 
 
 def test_a_checkpoint_that_could_run_code_is_refused(options, tmp_path, capsys):
@@ -147,19 +146,19 @@ def test_a_checkpoint_that_could_run_code_is_refused(options, tmp_path, capsys):
     assert 'evil.pth does not load into' in capsys.readouterr().err and not (tmp_path / 'pwned').exists()
 
 
-def test_mistakes_in_results(tmp_path, capsys):
+def test_errors_in_results(tmp_path, capsys):
     assert run_tool('tradeoff') == 1
-    assert 'no result to draw' in capsys.readouterr().err
+    assert 'no results to draw' in capsys.readouterr().err
     assert run_tool('tradeoff', tmp_path) == 1
     assert 'holds neither evaluation.json nor gates.json' in capsys.readouterr().err
     (tmp_path / 'x.json').write_text('[]')
     assert run_tool('tradeoff', tmp_path / 'x.json') == 1
-    assert 'x.json is no result of tools/evaluate.py' in capsys.readouterr().err
+    assert 'x.json is not a result of tools/evaluate.py' in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run_tool('tradeoff', tmp_path, '--series', 'l0')
     assert "must be NAME=PATTERN, as in 'L0 alone=l0_*', got 'l0'" in capsys.readouterr().err
     assert run_tool('evaluate', '--checkpoint', 'a.pth') == 1
-    assert "of which model is 'a.pth'" in capsys.readouterr().err
+    assert "the model of 'a.pth' is unknown" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('tool', ['analyze_gates', 'evaluate', 'tradeoff'])
@@ -207,7 +206,7 @@ def test_prune(data, checkpoints, tmp_path, capsys):
     (['--classes', 'ant'], 'two or more different labels'),
     (['--threshold', '0.5'], r'threshold must be in \(0.5, 1\], got 0.5'),
 ])
-def test_mistakes_with_prune(data, checkpoints, more, message, capsys):
+def test_errors_of_prune(data, checkpoints, more, message, capsys):
     options = [*NET, '--checkpoint', checkpoints / 'gated.pth.tar', '--data-dir', data, '--workers', '0']
     assert run_tool('prune', *options, *more) == 1
     assert re.search(message, capsys.readouterr().err)

@@ -1,4 +1,4 @@
-"""What all tests of `accelerate` share"""
+"""Helpers for tests of `accelerate`"""
 import pytest
 import torch
 import torch.nn as nn
@@ -15,13 +15,13 @@ def images(count: int = 3, height: int = 64, width: int = 64, channels: int = 3)
 
 
 def is_decided(model: nn.Module) -> bool:
-    """Whether no gate was so near to its threshold that rounding could decide."""
+    """Whether all logits are far enough from zero that rounding cannot flip a gate."""
     return all(gate.forced is not None or (gate.logits.abs() > 1e-5).all() for _, gate in gates(model))
 
 
 @torch.no_grad()
 def check(model: nn.Module, x: torch.Tensor, backend: str, isa=None) -> None:
-    """Same outputs and MACs, image by image."""
+    """Check that outputs and MACs per image equal those of the masked network."""
     with MacCounter(model) as counter:
         expected = model(x)
     assert is_decided(model)

@@ -1,5 +1,5 @@
-"""How much the tests that draw or try at random do"""
+"""Number of random trials in tests"""
 import os
 
-# `EXAMPLES_TIMES=5 pytest …` does five times as much.
+# `EXAMPLES_TIMES=5 pytest …` runs five times as many.
 TIMES = int(os.environ.get('EXAMPLES_TIMES', '1'))

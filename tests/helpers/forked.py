@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported what takes long, and done nothing yet: they start at once, and afresh"""
+"""Fresh processes that start fast: forked from a server that has imported the slow packages"""
 import multiprocessing
 import os
 import runpy
@@ -16,7 +16,7 @@ CONTEXT.set_forkserver_preload(['timm_gated', 'mmseg_plugin', 'mmseg.apis'])
 
 
 class Done(NamedTuple):
-    """How a script ended, and all that it wrote."""
+    """Exit code of a script and its output, stdout and stderr."""
     returncode: int
     output: str
 
@@ -28,7 +28,7 @@ def start(function: Callable, *args: Any) -> Any:
 
 
 def run_script(path: Path, *args: Any, cwd: Path, processes: int = 1) -> Done:
-    """Run a script in a folder, as Python does, or as torchrun does on several processes."""
+    """Run a script in a folder, as Python does, or with several processes as torchrun does."""
     envs: List[Dict[str, Any]] = [{}]
     if processes > 1:
         common = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=free_port(), WORLD_SIZE=processes)
@@ -40,7 +40,7 @@ def run_script(path: Path, *args: Any, cwd: Path, processes: int = 1) -> Done:
             for output, env in zip(outputs, envs, strict=True)]
         while any(process.exitcode is None for process in started):
             ended = wait([process.sentinel for process in started if process.exitcode is None], timeout=600)
-            if not ended or any(process.exitcode for process in started):  # the others would wait for it
+            if not ended or any(process.exitcode for process in started):  # the others would wait for the failed one
                 for process in started:
                     process.kill()
         return Done(
@@ -67,6 +67,6 @@ def _run(path: str, args: list, cwd: str, output: str, env: Dict[str, Any]) -> N
 
 
 def leave_configs_as_they_are() -> None:
-    """mmengine formats the whole config for every checkpoint, which takes most of the time of a small training."""
+    """Disable the formatting of configs: mmengine does it per checkpoint, and it dominates a small training."""
     if 'mmengine.config.config' in sys.modules:
         sys.modules['mmengine.config.config'].FormatCode = lambda code, **kwargs: (code, False)  # type: ignore

@@ -1,7 +1,7 @@
-"""What importing our packages changes in those of others: one JSON list, on stdout
+"""Print the changes that importing our packages makes to others, as a JSON list
 
-Snapshots, before and after, the attributes of all loaded modules of timm, mmengine, mmcv, mmseg and torch, of their
-classes and registries, and the entries of dicts, lists and sets among them. Values are compared by identity.
+Compares the attributes of all loaded modules of the packages in OTHERS, of their classes and of their registries before
+and after, including the entries of dicts, lists and sets. Values are compared by identity.
 """
 import importlib.machinery
 import json
@@ -15,7 +15,7 @@ CONTAINERS = (dict, list, set)
 
 
 class Operators(types.ModuleType):
-    """In place of those of a full mmcv, so that mmseg can be imported before our packages."""
+    """Stand-in for the operators of a full mmcv, so that mmseg can be imported before our packages."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__'):
@@ -38,7 +38,7 @@ def owners() -> Iterator[Tuple[str, Any]]:
 
 
 def snapshot() -> Dict[Tuple[str, str], Any]:
-    """Values by owner and name. Of a container its entries count, and not which object it is."""
+    """Values by owner and name. Containers are compared by their entries, not by identity."""
     found: Dict[Tuple[str, str], Any] = {}
     for owner, thing in owners():
         for key, value in list(vars(thing).items()):
@@ -52,15 +52,25 @@ def snapshot() -> Dict[Tuple[str, str], Any]:
     return found
 
 
+def places() -> Dict[Tuple[str, str], Any]:
+    """Who loads a checkpoint, and who reads a file, for paths that are not ours."""
+    from mmengine.fileio import get_file_backend
+    from mmengine.runner import CheckpointLoader
+    paths = ('x', 'x.pth', 'a/x.safetensors', '~/x.pt', 's3://x.safetensors', 'https://x/x.pth', 'open-mmlab://x')
+    found = {('loader', path): CheckpointLoader._get_checkpoint_loader(path) for path in paths}
+    found.update({('backend', path): type(get_file_backend(path)) for path in paths[:4]})
+    return found
+
+
 def our_names() -> List[str]:
     from timm_gated.models._registry import entry_points
     return ['timm_gated', 'timm-gated', 'mmseg_plugin', *entry_points()]
 
 
 def is_ours(owner: str, key: str, value: Any, names: Sequence[str]) -> bool:
-    """Whether what was added is an entry of a registry, or of a module, under one of our names.
+    """Whether an addition is an entry of a registry or module under one of our names.
 
-    What torch takes for safe to load is no such registry.
+    Additions to the classes that torch considers safe to load do not count.
     """
     if owner == 'torch._weights_only_unpickler' or ('[' not in key and owner not in sys.modules):
         return False
@@ -76,10 +86,10 @@ def main() -> None:
             'timm.task', 'timm.data', 'timm.optim', 'mmengine.runner', 'mmengine.evaluator', 'mmseg.apis',
             'mmseg.datasets', 'mmseg.engine', 'mmseg.models', 'torch._dynamo', 'torch.export', 'torch.onnx'):
         importlib.import_module(name)
-    before = snapshot()
+    before = {**snapshot(), **places()}
     for name in ('timm_gated', 'timm_gated.analysis', 'mmseg_plugin', 'mmseg_plugin.analysis', 'mmseg_plugin.pruning'):
         importlib.import_module(name)
-    after = snapshot()
+    after = {**snapshot(), **places()}
     known = {owner for owner, _ in before}
     names, changed = our_names(), []
     for owner, key in sorted(before.keys() | after.keys()):

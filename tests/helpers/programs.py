@@ -1,17 +1,17 @@
-"""Programs for the backends of `accelerate`, drawn at random: mostly of operations that fit to each other"""
+"""Hypothesis strategy for programs of `accelerate`, most of them valid"""
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from hypothesis import strategies as st
 from strategies import seeds
 
-from timm_gated.inference.program import ConvOp, GateOp, Op, OutputOp, PoolOp, Program, SkipOp, SubsampleOp
+from timm_gated.inference.program import ConvOp, GateOp, Op, OutputOp, PoolOp, SkipOp, SubsampleOp
 
 __all__ = ['programs']
 
 NUM_MAPS, NUM_GATES = 4, 3
-MOST_CHANNELS = 99  # of a map that others are made from: convolutions of more take too long
+MOST_CHANNELS = 99  # of maps that are read, to limit the time of convolutions
 
 some_channels = st.integers(1, 5)
 any_map = st.integers(-1, NUM_MAPS)
@@ -20,12 +20,12 @@ odd = st.sampled_from([-7, -1, 0, 1, 5, 65, 2**20 - 1, 2**20 - 1, 2**20, 2**20, 
 
 @dataclass
 class Map:
-    """What is known of a map.
+    """A map that was written.
 
     Attributes:
-        channels: How many it has.
-        size: A number for its height and width; maps of the same number are equally large.
-        gate: The gate whose open channels are all that it holds.
+        channels: Number of channels.
+        size: Identifier of its height and width; maps with the same identifier have the same size.
+        gate: Gate whose open channels the map holds.
     """
     channels: int
     size: int
@@ -33,18 +33,18 @@ class Map:
 
 
 class Author:
-    """Draws a program operation by operation, and keeps track of the maps and gates that there are."""
+    """Draws the operations of a program and keeps track of its maps and gates."""
 
     def __init__(self, draw: Callable) -> None:
         self.draw = draw
         self.in_channels = draw(st.integers(1, 4))
-        self.maps = {0: Map(self.in_channels, size=0)}  # the newest last
+        self.maps = {0: Map(self.in_channels, size=0)}  # newest last
         self.num_sizes = 1
-        self.gates: Dict[int, int] = {}  # their widths
+        self.gates: Dict[int, int] = {}  # number of channels by gate
         self.ops: List[Op] = []
 
     def mostly(self, values: st.SearchStrategy, others: st.SearchStrategy = odd) -> Any:
-        """One in a hundred is another. (63, as Hypothesis likes the ends.)"""
+        """Draw from `others` in 1 of 100 cases. (Hypothesis prefers the ends of a range, so not 0 or 99.)"""
         return self.draw(values if self.draw(st.integers(0, 99)) != 63 else others)
 
     def weight(self, *shape: int) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Author:
         return list(self.maps)[-1]
 
     def plain_maps(self) -> List[int]:
-        """Those that hold all their channels."""
+        """Maps that hold all their channels."""
         return [number for number, known in self.maps.items() if known.gate is None]
 
     def gates_of(self, width: int) -> List[int]:
@@ -70,7 +70,7 @@ class Author:
         return self.maps.get(number, Map(3, size=0))
 
     def write(self, number: int, channels: int, size: Optional[int] = None, gate: Optional[int] = None) -> None:
-        if number not in range(1, NUM_MAPS):  # it will be refused
+        if number not in range(1, NUM_MAPS):  # invalid
             return
         self.maps.pop(number, None)
         if size is None:
@@ -134,7 +134,7 @@ class Author:
         self.write(target, self.known(source).channels + before + after)
 
     def skip(self) -> None:
-        """Of one convolution or two."""
+        """Skip one or two convolutions."""
         source = self.source(self.plain_maps())
         target = self.target(source)
         channels = self.known(source).channels
@@ -149,27 +149,28 @@ class Author:
             self.write_conv(source, between, width, keep_size=True, gate_out=inner, relu=True)
         self.write_conv(between, target, channels, keep_size=True, residual=source, relu=True)
         if count == 2:
-            self.write(between, channels=0)  # it may not be there
+            self.write(between, channels=0)  # may not exist
 
     def operation(self) -> None:
         operations = [self.conv, self.conv, self.conv, self.conv_with_shortcut]
-        if self.newest() in self.plain_maps():  # else, only a convolution can read it
+        if self.newest() in self.plain_maps():  # otherwise only a convolution can read it
             operations += [self.pool, self.subsample, *[self.gate] * (NUM_GATES - len(self.gates))]
             operations += [self.skip] * (3 if self.gates_of(1) else 0)
         self.draw(st.sampled_from(operations))()
 
-    def end(self) -> Program:
-        """Hands the newest map out, or a convolution of it if a gate has closed parts of it."""
+    def end(self) -> None:
+        """Output the newest map, or a convolution of it if it is gated."""
         newest = self.newest()
         if newest not in self.plain_maps():
             self.write_conv(newest, self.target(newest), self.draw(some_channels), keep_size=True)
         self.ops.append(OutputOp(self.source(self.plain_maps()[-1:])))
-        return Program(self.in_channels, self.ops, NUM_MAPS, NUM_GATES)
 
 
 @st.composite
-def programs(draw) -> Program:
+def programs(draw) -> Tuple[int, List[Op], int, int]:
+    """Arguments of a `Program`."""
     author = Author(draw)
     for _ in range(draw(st.integers(3, 9))):
         author.operation()
-    return author.end()
+    author.end()
+    return author.in_channels, author.ops, NUM_MAPS, NUM_GATES

@@ -1,4 +1,4 @@
-"""A tiny gated classifier and data for it, for the tests of the analyses"""
+"""Tiny gated classifier and data for the tests of analysis and tools"""
 from pathlib import Path
 from typing import List, Tuple
 
@@ -15,6 +15,7 @@ from timm_gated.analysis.record import classification_step
 
 CLASSES = ['ant', 'bee', 'cow', 'dog', 'eel', 'fox', 'gnu']
 MODEL_KWARGS = dict(layers=(1, 1, 1), channels=(8, 8, 8), num_classes=len(CLASSES))
+MODEL_OPTIONS = ['--model-kwargs', 'layers=(1,1,1)', 'channels=(8,8,8)', '--num-classes', '7']  # the same for tools
 
 
 def make_net(name: str = 'gated_resnet20', **kwargs) -> nn.Module:
@@ -23,7 +24,7 @@ def make_net(name: str = 'gated_resnet20', **kwargs) -> nn.Module:
 
 
 def make_batches(num_batches: int = 4, size: int = 16, classes: int = len(CLASSES), seed: int = 0) -> List[Tuple]:
-    """Batches of images whose brightness and contrast depend on the class, so that gates have something to go by."""
+    """Batches of images whose brightness and contrast depend on the class."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for _ in range(num_batches):
@@ -42,7 +43,7 @@ def fetch_image(index: int) -> np.ndarray:
 
 
 def write_images(folder: Path, classes: List[str], per_class: int = 6) -> Path:
-    """An image folder in timm's layout."""
+    """Write an image folder in timm's layout."""
     rng = np.random.default_rng(0)
     for number, name in enumerate(classes):
         target = folder / 'validation' / name

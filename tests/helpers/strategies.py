@@ -1,4 +1,4 @@
-"""What the tests of properties draw: priors, networks, masks of gates, sizes"""
+"""Hypothesis strategies: priors, networks, gate masks, image sizes"""
 from typing import Any, Dict
 
 import timm
@@ -17,7 +17,7 @@ seeds = st.integers(0, 10**6)
 
 
 def examples(count: int) -> settings:
-    """So many examples, the same in every run (see conftest.py); EXAMPLES_TIMES=10 in the environment is ten times."""
+    """Set the number of examples, which EXAMPLES_TIMES in the environment multiplies. Runs are deterministic."""
     return settings(max_examples=count * TIMES, deadline=None)
 
 
@@ -26,7 +26,7 @@ def _shapes(least: float) -> st.SearchStrategy[float]:
 
 
 def simple_priors(least: float = 0.1) -> st.SearchStrategy[Prior]:
-    """Of every family, with parameters from `least` on: small ones have most of their mass at the ends."""
+    """Priors of every family with parameters of at least `least`. Small parameters put the mass at the ends."""
     first, second = _shapes(least), _shapes(least)
     return st.one_of(
         st.builds(Beta, first, second),
@@ -41,7 +41,7 @@ def priors(least: float = 0.1) -> st.SearchStrategy[Prior]:
 
 
 def quantiles(prior: Prior, p: torch.Tensor) -> torch.Tensor:
-    """Where the CDF of a prior reaches p, to the last bit, by bisection."""
+    """Invert the CDF of a prior by bisection, to full precision."""
     low, high = torch.full_like(p, -100), torch.full_like(p, 100)
     for _ in range(180):
         middle = (low + high) / 2
@@ -51,7 +51,7 @@ def quantiles(prior: Prior, p: torch.Tensor) -> torch.Tensor:
 
 
 def decisions(*shape: int) -> st.SearchStrategy[torch.Tensor]:
-    """Masks of 0s and 1s, of any share of 1s: none and all, too."""
+    """Masks of 0s and 1s, including all 0s and all 1s."""
 
     def draw(share: float, seed: int) -> torch.Tensor:
         return (torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) < share).float()
@@ -61,14 +61,14 @@ def decisions(*shape: int) -> st.SearchStrategy[torch.Tensor]:
 
 @st.composite
 def forced_masks(draw, model: nn.Module) -> Dict[str, torch.Tensor]:
-    """For some gates of a model, all of them or none; the same for all images, as accelerated networks take them."""
+    """Masks for all, some or no gates of a model, the same for all images."""
     named = gates(model)
     chosen = draw(st.sampled_from([[], named, named[::2]]))
     return {name: draw(decisions(gate.num_gates)) for name, gate in chosen}
 
 
 def sizes(largest: int = 70) -> st.SearchStrategy:
-    """Heights and widths: odd ones, a single pixel, a row and a column."""
+    """Heights and widths, including odd ones, single pixels and single rows."""
     side = st.integers(1, largest)
     return st.sampled_from([(1, 1), (33, 65), (1, 37), (32, 32)]) | st.tuples(side, side)
 
@@ -81,12 +81,12 @@ def in_channels(model: nn.Module) -> int:
 def images(draw, channels: int = 3, most: int = 4) -> torch.Tensor:
     generator = torch.Generator().manual_seed(draw(seeds))
     x = torch.randn(draw(st.integers(1, most)), channels, *draw(sizes()), generator=generator)
-    return x * torch.rand(len(x), 1, 1, 1, generator=generator).mul(3).exp()  # so that gates decide for each image
+    return x * torch.rand(len(x), 1, 1, 1, generator=generator).mul(3).exp()  # so that decisions differ
 
 
 @st.composite
 def networks(draw, names: list) -> nn.Module:
-    """Networks of random widths, depths, stems, strides and gates; some look like pruned ones."""
+    """Networks of random widths, depths, stems, strides and gates, some narrowed like pruned ones."""
     name = draw(st.sampled_from(names))
     num_stages = 4 if is_imagenet(name) else 3
     kwargs: Dict[str, Any] = dict(
@@ -97,7 +97,7 @@ def networks(draw, names: list) -> nn.Module:
         kwargs.update(
             replace_stem_pool=draw(st.booleans()),
             **draw(st.sampled_from([{}, dict(stem_type='deep', stem_width=8)])),
-            # (timm's pooled shortcuts of dilated stages are not supported)
+            # avg_down with dilation is not supported
             **draw(st.sampled_from([{}, dict(avg_down=True), dict(output_stride=8), dict(output_stride=16)])))
     else:
         kwargs.update(output_stride=draw(st.sampled_from([1, 2, 4])))

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_list_and_help(tmp_path, monkeypatch):
 
 
 def test_dependencies_are_those_of_the_package():
-    requirements = re.search(r'INSTALL_REQUIRES = \[(.*?)\n\]', (ROOT / 'setup.py').read_text(), re.DOTALL).group(1)
-    names = re.findall(r"^ *'([\w-]+)", requirements, re.MULTILINE)
+    requirements = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['dependencies']
+    names = [re.match(r'[\w-]+', requirement).group() for requirement in requirements]
     names = ['yaml' if name == 'pyyaml' else name for name in names]  # torch.hub looks for modules
     assert f'dependencies = {names}' in (ROOT / 'hubconf.py').read_text()

@@ -1,4 +1,4 @@
-"""Accelerated networks equal the masked ones, on every backend and instruction set, whatever the shapes and gates"""
+"""Accelerated networks have the outputs of the masked ones, on every backend and instruction set"""
 import copy
 import gc
 import os
@@ -6,7 +6,7 @@ import pickle
 import subprocess
 import sys
 
-import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+import mmseg_plugin  # noqa: F401  (before mmseg)
 
 # isort: split
 import pytest
@@ -68,20 +68,21 @@ def test_networks(name, size, kwargs, backend, isa):
 
 
 @backends
-@pytest.mark.parametrize('masks', ['open', 'closed', 'half a network'])
+@pytest.mark.parametrize('masks', ['open', 'closed', 'alternating'])
 def test_forced_gates(masks, backend, isa):
     torch.manual_seed(0)
     model = shuffle(timm.create_model('gated_resnet50', layers=(1, 2, 2, 1))).eval()
-    if masks == 'half a network':  # blocks all of whose filters are closed beside blocks all of whose are open
+    if masks == 'alternating':  # blocks with all filters open or all closed
         masks = {name: torch.full((gate.num_gates,), i % 3 > 0) for i, (name, gate) in enumerate(gates(model))}
     with force_gates(model, masks):
         check(model, images(), backend, isa)
 
 
-def test_forced_image_by_image_is_refused():
+def test_per_image_forced_masks_are_refused():
     model = timm.create_model('gated_resnet20').eval()
-    with force_gates(model, {'layer1.0.gate1': torch.ones(2, 16)}), pytest.raises(ValueError, match='force all images'):
-        accelerate(model)
+    with force_gates(model, {'layer1.0.gate1': torch.ones(2, 16)}):
+        with pytest.raises(ValueError, match='force the same mask'):
+            accelerate(model)
 
 
 @backends
@@ -91,7 +92,7 @@ def test_forced_image_by_image_is_refused():
 def test_backbones_of_mmseg(cls, kwargs, backend, isa):
     torch.manual_seed(0)
     model = shuffle(cls(**kwargs))
-    model.eval()  # (which returns nothing in mmseg)
+    model.eval()  # returns None in mmseg
     check(model, images(2, 63, 80), backend, isa)
 
 
@@ -124,7 +125,7 @@ def test_threads_give_the_same_result(name, count, size, isa):
     try:
         for threads in (2, 3, 8):
             torch.set_num_threads(threads)
-            for some in {1, min(2, count), count}:  # by all threads together, by samples, and both
+            for some in {1, min(2, count), count}:  # threads share a sample, have their own, or both
                 assert torch.equal(fast.forward_features(x[:some]), alone[:some])
     finally:
         torch.set_num_threads(1)
@@ -133,7 +134,7 @@ def test_threads_give_the_same_result(name, count, size, isa):
 @backends
 @pytest.mark.parametrize('name', ['convnet_aig_resnet18', 'convnet_aig_resnet50'])
 def test_skipped_blocks_are_not_computed(name, backend, isa):
-    """What is never read can hold anything."""
+    """Closed weights are set to NaN; the outputs must not change."""
     torch.manual_seed(0)
     model = shuffle(timm.create_model(name)).eval()
     masks = {name: torch.tensor([index % 2]) for index, (name, _) in enumerate(gates(model))}
@@ -159,7 +160,7 @@ def test_images_skip_blocks_of_their_own(backend, isa):
 
 
 class OtherGate(ChannelGate):
-    """A gate of another kind."""
+    """A subclass without changes."""
 
 
 def test_other_gates_are_refused_by_name():
@@ -171,7 +172,7 @@ def test_other_gates_are_refused_by_name():
 
 @backends
 def test_closed_filters_are_not_computed(backend, isa):
-    """What is never read can hold anything."""
+    """Closed weights are set to NaN; the outputs must not change."""
     torch.manual_seed(0)
     model = shuffle(timm.create_model('gated_resnet50')).eval()
     masks = {name: torch.arange(gate.num_gates) % 3 > 0 for name, gate in gates(model)}
@@ -211,7 +212,7 @@ def test_it_is_for_evaluation_only():
         fast.train()
     x = images(1, 32, 32)
     assert torch.equal(copy.deepcopy(fast)(x), fast(x))
-    with pytest.raises(TypeError, match='save the network it was made from'):
+    with pytest.raises(TypeError, match='save the original network'):
         pickle.dumps(fast)
     with pytest.raises(ValueError, match='cannot be traced'):
         torch.jit.trace(fast, x)
@@ -253,7 +254,7 @@ def test_bad_options(kwargs, message):
     ('vit_tiny_patch16_224', {}, 'VisionTransformer'),
     ('gated_resnet18', dict(features_only=True, feature_cls='getter'), "feature_cls='list'"),
 ])
-def test_what_is_not_supported_is_named(name, kwargs, culprit):
+def test_errors_name_the_unsupported_module(name, kwargs, culprit):
     with pytest.raises(ValueError, match=culprit):
         accelerate(timm.create_model(name, **kwargs))
 
@@ -281,7 +282,7 @@ def test_without_kernels(monkeypatch):
         accelerate(model, 'native')
 
 
-def test_installation_goes_on_without_a_compiler(tmp_path):
+def test_installation_without_a_compiler(tmp_path):
     command = [sys.executable, 'setup.py', '-q', 'build', '--build-base', str(tmp_path), '--force']
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, 'CC': 'false'}, capture_output=True, text=True, timeout=300)

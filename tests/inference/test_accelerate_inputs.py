@@ -1,4 +1,4 @@
-"""What is given to accelerated networks: every kind of tensor is handled or refused, from one thread or from several"""
+"""Inputs of accelerated networks: layouts, dtypes, invalid inputs, concurrent calls"""
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -18,7 +18,7 @@ def network(**kwargs) -> nn.Module:
 
 
 def misaligned(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, at an address that no float32 should have."""
+    """A copy whose address is not a multiple of 4."""
     memory = np.zeros(x.numel() * 4 + 1, dtype=np.uint8)[1:]
     array = memory.view(np.float32).reshape(x.shape)
     array[:] = x.numpy()
@@ -64,7 +64,7 @@ def test_no_images(kwargs, backend, isa):
 
 @backends
 @pytest.mark.parametrize('value', [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_stays_with_its_image(value, backend, isa):
+def test_non_finite_values_do_not_affect_other_images(value, backend, isa):
     fast = accelerate(network(), backend, isa)
     x = images(3, 32, 32)
     expected = fast(x)
@@ -76,7 +76,7 @@ def test_what_is_not_finite_stays_with_its_image(value, backend, isa):
 
 @pytest.mark.parametrize('kwargs', [{}, dict(features_only=True)])
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
-def test_native_computes_in_single_precision_whatever_the_input(dtype, kwargs):
+def test_native_computes_in_single_precision(dtype, kwargs):
     fast = accelerate(network(**kwargs), 'native')
     x = images(2, 32, 32).to(dtype)
     outputs, single = fast(x), fast(x.float())
@@ -84,12 +84,12 @@ def test_native_computes_in_single_precision_whatever_the_input(dtype, kwargs):
         outputs, single = [outputs], [single]
     for ours, theirs in zip(outputs, single, strict=True):
         assert ours.dtype == dtype
-        # (a head is given features of the images' precision)
+        # the head gets features in the dtype of the images
         torch.testing.assert_close(ours.float(), theirs, atol=0.01, rtol=torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
-def test_networks_of_other_dtypes_take_images_of_any(dtype):
+def test_networks_and_images_of_different_dtypes(dtype):
     fast = accelerate(network().to(dtype), 'native')
     x = images(2, 32, 32)
     single, same = fast(x), fast(x.to(dtype))
@@ -98,7 +98,7 @@ def test_networks_of_other_dtypes_take_images_of_any(dtype):
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float64])
-def test_native_minds_no_default_dtype(dtype):
+def test_native_ignores_the_default_dtype(dtype):
     fast = accelerate(network(), 'native')
     x = images(2, 32, 32)
     expected = fast.forward_features(x)
@@ -111,7 +111,7 @@ def test_native_minds_no_default_dtype(dtype):
 
 @backends
 @pytest.mark.parametrize('x, message', [
-    (torch.zeros(3, 32, 32), r'\[N, 3, H, W\] with pixels in them, got \(3, 32, 32\)'),
+    (torch.zeros(3, 32, 32), r'\[N, 3, H, W\] and at least one pixel, got \(3, 32, 32\)'),
     (torch.zeros(1, 1, 3, 32, 32), r'got \(1, 1, 3, 32, 32\)'),
     (torch.zeros(1, 1, 32, 32), r'got \(1, 1, 32, 32\)'),
     (torch.zeros(2, 0, 32, 32), r'got \(2, 0, 32, 32\)'),
@@ -129,19 +129,19 @@ def test_bad_images(x, message, backend, isa):
         fast(x)
 
 
-def test_images_elsewhere_than_on_the_cpu():
+def test_native_refuses_images_on_other_devices():
     with pytest.raises(ValueError, match="on 'meta'"):
         accelerate(timm.create_model('gated_resnet20'), 'native')(torch.zeros(1, 3, 32, 32, device='meta'))
 
 
-def test_images_and_weights_of_two_dtypes_are_refused_by_torch():
+def test_torch_refuses_images_and_weights_of_different_dtypes():
     with pytest.raises(RuntimeError, match='Half.*should be the same'):
         accelerate(network(), 'torch')(images(1, 32, 32).half())
 
 
 @pytest.mark.parametrize('threads', [1, 2])
 def test_calls_from_several_threads(threads):
-    """Two callers for each of six sizes: callers share plans, and plans are made and thrown out while others run."""
+    """Two callers per image size: callers share plans, and plans are created and evicted while others run."""
     model = network()
     inputs = [images(1 + i % 3, 32, 24 + i // 2) for i in range(12)]
     expected = [accelerate(model, 'native')(x) for x in inputs]
@@ -158,7 +158,7 @@ def test_calls_from_several_threads(threads):
         torch.set_num_threads(1)
 
 
-def test_networks_made_in_several_threads():
+def test_networks_created_in_several_threads():
     model, x = network(), images(2, 32, 32)
     expected = accelerate(model, 'native')(x)
     with ThreadPoolExecutor(4) as pool:

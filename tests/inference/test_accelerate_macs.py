@@ -1,6 +1,6 @@
-"""MACs of accelerated networks: those of the masked network, by hand, and call by call
+"""MACs of accelerated networks, compared with hand arithmetic and with the masked network
 
-(`check` of `accelerated.py`, which most tests of accelerated networks use, compares them too.)
+`check` of `accelerated.py`, which most tests of accelerated networks use, compares MACs as well.
 """
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -77,7 +77,7 @@ def test_equal_to_the_masked_network(name, kwargs, backend, isa):
             assert torch.equal(sum(part.per_sample for part in macs.by_module.values()), macs.per_sample)
             assert sum(part.dense for part in macs.by_module.values()) == macs.dense
     if name.startswith('gated_'):
-        assert len(set(expected.per_sample.tolist())) > 1  # images decide for themselves
+        assert len(set(expected.per_sample.tolist())) > 1  # decisions differ between images
 
 
 @backends
@@ -115,7 +115,7 @@ def test_passes_add_up():
     assert torch.equal(counter.macs().per_sample, expected[0].per_sample + expected[1].per_sample)
 
 
-def test_windows_are_no_samples():
+def test_windows_are_not_samples():
     fast = accelerate(small(num_classes=0))
 
     class Windows(nn.Module):
@@ -151,7 +151,7 @@ def test_threads_that_share_a_network(backend, isa):
             assert all(torch.equal(ours, output) and macs.per_sample.tolist() == counts for ours, macs in found)
 
 
-def test_what_an_accelerated_network_does_not_tell_is_refused():
+def test_formulas_and_records_are_refused():
     fast = accelerate(small())
     with MacCounter(fast) as counter:
         fast(images(2, 16, 16))

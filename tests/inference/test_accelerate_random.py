@@ -1,7 +1,7 @@
-"""Accelerated networks equal the masked ones for architectures, masks, image and batch sizes drawn at random"""
+"""Accelerated networks have the outputs of the masked ones, for random architectures, masks, image and batch sizes"""
 from contextlib import nullcontext
 
-import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+import mmseg_plugin  # noqa: F401  (before mmseg)
 
 # isort: split
 import torch

@@ -1,4 +1,4 @@
-"""The inference benchmark, as a user runs it, on small images"""
+"""tools/benchmark_inference.py, on small images"""
 import json
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def test_a_checkpoint_without_gates_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize('arguments, message', [
     (['--keep', '1.5'], 'between 0 and 1'),
     (['--rounds', '0'], 'at least 1'),
-    (['--checkpoint', 'model.pth'], 'say which'),
+    (['--checkpoint', 'model.pth'], 'needs a single network'),
     (['--checkpoint', 'model.pth', '--networks', '18'], '--checkpoint model.pth does not exist'),
     (['--data-dir', 'nowhere'], '--data-dir nowhere does not exist'),
 ])

@@ -1,12 +1,12 @@
-"""Accelerated networks decide as the masked ones do, but for gates within rounding of zero
+"""Accelerated networks make the decisions of the masked ones, except for logits within rounding of zero
 
-After a gate that rounding tips, outputs differ by any amount. But whatever was decided, they are those of the masked
-network under the same decisions: if not, a kernel computes something else.
+If rounding flips a gate, the outputs may differ by any amount. They must still equal those of the masked network with
+the same decisions forced.
 """
 import random
 from typing import Any, Dict, List, Tuple
 
-import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+import mmseg_plugin  # noqa: F401  (before mmseg)
 
 # isort: split
 import pytest
@@ -19,22 +19,23 @@ from strategies import examples, seeds
 
 from mmseg_plugin import GatedResNetV1d
 from timm_gated import accelerate, force_gates, gates, instruction_sets
-from timm_gated.inference import program as compiler
+from timm_gated.inference import compiler
+from timm_gated.inference.compiler import compile_trunk, find_trunk
 from timm_gated.inference.native import NativeRunner
-from timm_gated.inference.program import ConvOp, GateOp, Op, OutputOp, Program, compile_trunk, find_trunk
+from timm_gated.inference.program import ConvOp, GateOp, Op, OutputOp, Program
 
-ROUNDING = 1e-4  # of a logit, as a share of the largest one of its gate
-TOLERANCE = 1e-4  # of an output, as a share of the largest one
+ROUNDING = 1e-4  # of logits, relative to the largest one of the gate
+TOLERANCE = 1e-4  # of outputs, relative to the largest one
 
 
 def native_decisions(model: nn.Module, x: torch.Tensor, isa: str) -> Tuple[Dict[str, torch.Tensor], List[torch.Tensor]]:
-    """What the native kernels decide for each image, by the names of gates, and the maps that they hand out."""
+    """Return the decisions of the native kernels by gate name, and their output maps."""
     program = compile_trunk(find_trunk(model).modules)
     ones, decisions = program.num_maps, program.num_maps + 1
     ops: List[Op] = []
     for op in program.ops:
         ops.append(op)
-        if isinstance(op, GateOp):  # a map of ones where it is open
+        if isinstance(op, GateOp):  # output a map that is 1 where the gate is open
             (size, _), channels = op.weight2.shape, op.weight1.shape[1]
             ops += [
                 ConvOp(op.source, ones, torch.zeros(size, channels, 1, 1), torch.ones(size), gate_out=op.gate),
@@ -52,13 +53,13 @@ def native_decisions(model: nn.Module, x: torch.Tensor, isa: str) -> Tuple[Dict[
 
 
 def largest(x: torch.Tensor) -> torch.Tensor:
-    """Of each image."""
+    """Return the largest magnitude per image, at least 1."""
     return x.flatten(1).abs().amax(1).clamp(min=1).reshape(-1, *[1] * (x.ndim - 1))
 
 
 @torch.no_grad()
 def check(model: nn.Module, x: torch.Tensor, isa: str) -> List[float]:
-    """Compare the kernels with the masked network; returns the logits, as such shares, that rounding decided."""
+    """Compare the kernels with the masked network and return the relative logits that rounding flipped."""
     masks, maps = native_decisions(model, x, isa)
     accelerated = accelerate(model, 'native', isa)(x)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(accelerated, maps, strict=True))
@@ -68,9 +69,9 @@ def check(model: nn.Module, x: torch.Tensor, isa: str) -> List[float]:
         torch.testing.assert_close(ours / largest(theirs), theirs / largest(theirs), atol=TOLERANCE, rtol=0)
     tipped = []
     for name, gate in gates(model):
-        otherwise = (gate.logits > 0) != masks[name].bool()
-        tipped += (gate.logits.abs() / largest(gate.logits))[otherwise].tolist()
-    assert all(share < ROUNDING for share in tipped), f'a gate decides otherwise, and not by rounding: {max(tipped)}'
+        flipped = (gate.logits > 0) != masks[name].bool()
+        tipped += (gate.logits.abs() / largest(gate.logits))[flipped].tolist()
+    assert all(share < ROUNDING for share in tipped), f'a decision differs by more than rounding: {max(tipped)}'
     return tipped
 
 
@@ -116,7 +117,7 @@ def small_network() -> Tuple[nn.Module, torch.Tensor]:
 @native
 @torch.no_grad()
 def test_gates_within_rounding_of_zero():
-    """All logits of an image: where the masked network has about zero, the kernels find either sign."""
+    """All logits of the first image are close to zero, so the kernels may compute either sign."""
     model, x = small_network()
     for _, gate in gates(model):
         model(x)
@@ -127,10 +128,10 @@ def test_gates_within_rounding_of_zero():
 
 @native
 @pytest.mark.parametrize('part, defect, message', [
-    ('_gate', lambda gate: gate.bias2.add_(0.05), 'a gate decides otherwise, and not by rounding'),
+    ('_gate', lambda gate: gate.bias2.add_(0.05), 'a decision differs by more than rounding'),
     ('_conv', lambda conv: conv.weight[0].mul_(1.01), 'not close')])
 def test_a_defect(part, defect, message, monkeypatch):
-    """Decisions that are not the gate's, and wrong weights, are no rounding."""
+    """Wrong decisions and wrong weights are detected."""
     model, x = small_network()
     original = getattr(compiler, part)
 

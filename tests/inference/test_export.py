@@ -1,4 +1,4 @@
-"""ONNX files and torch.export programs of gated, pruned and specialised networks give torch's outputs"""
+"""Exported gated, pruned and specialized networks have the outputs of torch"""
 import copy
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def images(count: int, size: int = 8) -> torch.Tensor:
 def test_onnx(networks, name, size, tmp_path):
     net = networks[name]
     path = export_onnx(net, tmp_path / 'new' / 'net.onnx', (3, size, size))
-    assert [p.name for p in path.parent.iterdir()] == ['net.onnx']  # weights inside
+    assert [p.name for p in path.parent.iterdir()] == ['net.onnx']  # weights are in the same file
     graph = onnx.load(path)
     onnx.checker.check_model(graph, full_check=True)
     assert graph.opset_import[0].version == 23
@@ -53,7 +53,7 @@ def test_onnx(networks, name, size, tmp_path):
     assert onnx_difference(path, other, images(3, size)) > 1e-3
     session = onnxruntime.InferenceSession(path)
     assert (session.get_inputs()[0].name, session.get_outputs()[0].name) == ('images', 'logits')
-    assert isinstance(session.get_inputs()[0].shape[0], str)  # open
+    assert isinstance(session.get_inputs()[0].shape[0], str)  # dynamic
 
 
 @pytest.mark.parametrize('name', [name for name in SMALL if not is_imagenet(name)])
@@ -67,7 +67,7 @@ def test_onnx_of_any_method(name, tmp_path):
 
 @pytest.mark.parametrize('name', ['gated', 'pruned'])
 def test_timm_exporter(networks, name, tmp_path):
-    """What timm's onnx_export.py calls."""
+    """The function that timm's onnx_export.py calls."""
     path = str(tmp_path / 'net.onnx')
     onnx_export(networks[name], path, input_size=(3, 8, 8), batch_size=2, check_forward=True)
     session = onnxruntime.InferenceSession(path)
@@ -78,7 +78,7 @@ def test_timm_exporter(networks, name, tmp_path):
 
 
 def test_timm_exporter_on_a_saved_model(networks, tmp_path):
-    """Whose input size it takes from the config, where JSON has made it a list."""
+    """The input size comes from the config, where it is a list after the JSON round trip."""
     save_pretrained(networks['pruned'], tmp_path / 'pruned')
     onnx_export(timm.create_model(f'local-dir:{tmp_path / "pruned"}', pretrained=True), str(tmp_path / 'net.onnx'))
     assert onnxruntime.InferenceSession(tmp_path / 'net.onnx').get_inputs()[0].shape[1:] == [3, 32, 32]
@@ -125,7 +125,7 @@ def test_half_precision(networks, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ['half.onnx']
 
 
-def test_a_failure_leaves_nothing(networks, tmp_path, monkeypatch):
+def test_a_failure_leaves_no_file(networks, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r'input_size must be channels, height and width, got \(8, 8\)'):
         export_onnx(networks['gated'], tmp_path / 'net.onnx', (8, 8))
 
@@ -163,9 +163,9 @@ def test_tool(networks, tmp_path, capsys):
     assert 'no file' in capsys.readouterr().err
 
 
-def test_tool_keeps_no_wrong_file(networks, tmp_path, capsys, monkeypatch):
+def test_tool_deletes_wrong_files(networks, tmp_path, capsys, monkeypatch):
     save_pretrained(networks['gated'], tmp_path / 'gated')
-    monkeypatch.setattr('timm_gated.export.onnx_difference', lambda *args: 0.5)
+    monkeypatch.setattr('timm_gated.inference.onnx_difference', lambda *args: 0.5)
     command = ['--model', f'local-dir:{tmp_path / "gated"}', '--output', tmp_path / 'gated.onnx', '--pretrained']
     assert main(*command, '--input-size', 3, 8, 8) == 1
     assert 'outputs differ by 0.5' in capsys.readouterr().err

@@ -1,10 +1,10 @@
-"""Accelerated networks under load: many inferences, a large image, too little memory"""
+"""Accelerated networks under load: many inferences, a large image, out of memory"""
 import resource
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, Dict
 
-import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+import mmseg_plugin  # noqa: F401  (before mmseg)
 
 # isort: split
 import timm
@@ -26,26 +26,26 @@ COUNT = 2000 * TIMES
 
 
 def memory(key: str) -> int:
-    """Of this process, by Linux's account: VmSize, all that it may use; VmRSS, what it uses; VmHWM, the most so far."""
+    """Memory of this process in bytes: VmSize (virtual), VmRSS (resident) or VmHWM (peak resident)."""
     lines = Path('/proc/self/status').read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f'{key}:'))
 
 
 def test_thousands_of_inferences(tmp_path):
-    """In a process of their own: there, nothing was freed before that could hide what they take."""
+    """In a new process, where memory freed earlier cannot hide growth."""
     tool = ROOT / 'tools' / 'soak_inference.py'
     done = run_script(tool, '--backend', 'native', '--count', COUNT, cwd=tmp_path)
     assert done.returncode == 0, done.output
     assert f'{COUNT} inferences: 0 outputs changed' in done.output
 
 
-def forget_peak() -> None:
+def reset_peak() -> None:
     Path('/proc/self/clear_refs').write_text('5')
 
 
 @torch.no_grad()
 def run_large_image() -> Dict[str, Any]:
-    """1,000 x 500 pixels, masked and accelerated. (Only the last map is kept, which depends on all others.)"""
+    """Compare the last map of the masked and the accelerated network for an image of 1,000 x 500 pixels."""
     config = Config.fromfile(BASE).model.backbone
     assert config.depth == 50 and config.dilations[-1] == 4
     torch.manual_seed(0)
@@ -54,14 +54,14 @@ def run_large_image() -> Dict[str, Any]:
     model.eval()
     x = images(1, 500, 1000)
     peaks, before = {}, memory('VmRSS')
-    forget_peak()
+    reset_peak()
     expected = model(x)[-1]
     peaks['masked'] = memory('VmHWM') - before
     assert is_decided(model)
     shares = [float(gate.decision.mean()) for _, gate in gates(model)]
 
     fast = accelerate(model, 'native')
-    forget_peak()
+    reset_peak()
     actual = fast(x)[-1]
     peaks['accelerated'] = memory('VmHWM') - before
     shape, scale = tuple(actual.shape), max(map(abs, expected.aminmax()))
@@ -70,7 +70,7 @@ def run_large_image() -> Dict[str, Any]:
 
 
 def in_own_process(function: Callable[[], Any]) -> Any:
-    """What a function returns in a new process, which has no memory that other tests have left."""
+    """Run a function in a new process, without memory that other tests have left."""
     with ProcessPoolExecutor(1, CONTEXT) as pool:
         return pool.submit(function).result()
 
@@ -84,7 +84,7 @@ def test_large_image_through_the_backbone_of_pspnet():
 
 
 def run_out_of_memory() -> str:
-    """Returns the error. (What pytest raises cannot be pickled, so it would not come back.)"""
+    """Return the message of the error, as exceptions of pytest cannot be pickled."""
     torch.manual_seed(0)
     model = shuffle(timm.create_model('gated_resnet18')).eval()
     large, small = images(1, 1024, 1024), images(1, 64, 64)
@@ -104,5 +104,5 @@ def run_out_of_memory() -> str:
     return message
 
 
-def test_too_little_memory_is_an_error_after_which_all_goes_on():
+def test_out_of_memory_leaves_the_network_usable():
     assert 'out of memory' in in_own_process(run_out_of_memory)

@@ -1,4 +1,4 @@
-"""The kernels under AddressSanitizer and UBSan: here with random programs; `make sanitize` has whole networks too"""
+"""The kernels under AddressSanitizer and UBSan with random programs; `make sanitize` also runs complete networks"""
 import subprocess
 import sys
 

@@ -377,6 +377,30 @@ def test_functions_count():
     assert list(macs.by_module) == ['0']
 
 
+@pytest.mark.parametrize('call', [
+    lambda x, weight: torch.convolution(x, weight, None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1),
+    lambda x, weight: torch.ops.aten.conv2d(x, weight),
+    lambda x, weight: torch.ops.aten.conv2d.default(x, weight),
+    lambda x, weight: torch.ops.aten.convolution.default(
+        input=x, weight=weight.transpose(0, 1), bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1),
+        transposed=True, output_padding=(0, 0), groups=1),
+    lambda x, weight: torch.ops.aten.linear.default(x.movedim(1, -1), weight.flatten(1)),
+    lambda x, weight: torch.vmap(lambda image: F.conv2d(image, weight))(x),
+    lambda x, weight: torch.vmap(torch.vmap(lambda pixel: F.linear(pixel, weight.flatten(1))))(x.flatten(2).mT),
+], ids=['convolution', 'packet', 'overload', 'transposed', 'linear', 'vmap', 'vmaps'])
+def test_other_ways_to_call_a_function(call):
+    class Call(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kernel = nn.Parameter(torch.ones(5, 3, 1, 1))
+
+        def forward(self, x):
+            return call(x, self.kernel)
+
+    macs = count_macs(nn.Sequential(nn.Conv2d(3, 3, 1), Call()), images(2, 3, 4, 4))
+    assert macs.by_module['1'].per_sample.tolist() == [15 * 16] * 2 and not macs.uncounted
+
+
 def test_keyword_inputs():
     class Named(nn.Module):
         def __init__(self):
@@ -514,6 +538,22 @@ def test_layers_that_nobody_saw_are_named():
     macs = count_macs(model, torch.ones(2, 5, dtype=torch.long))
     assert macs.dense == 5 * 12 and macs.uncounted == {'Extension': ['1']}
     assert not count_macs(timm.create_model('gated_resnet20'), images(1, 3, 32, 32)).uncounted
+
+
+@pytest.mark.filterwarnings('ignore')  # (torch is about to part with its quantization)
+def test_quantized_layers_are_named():
+    layers = nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(64, 5)
+    dynamic = torch.ao.quantization.quantize_dynamic(nn.Sequential(*layers), {nn.Linear})
+    macs = count_macs(dynamic, images(2, 3, 4, 4))
+    assert macs.dense == 12 * 16 and macs.uncounted == {'Linear': ['2']}
+
+    static = nn.Sequential(nn.Conv2d(3, 3, 1), torch.ao.quantization.QuantStub(), nn.Conv2d(3, 4, 1)).eval()
+    static[1].qconfig = static[2].qconfig = torch.ao.quantization.get_default_qconfig()
+    torch.ao.quantization.prepare(static, inplace=True)
+    static(images(2, 3, 4, 4))
+    torch.ao.quantization.convert(static, inplace=True)
+    macs = count_macs(static, images(2, 3, 4, 4))
+    assert macs.dense == 9 * 16 and macs.uncounted == {'Conv2d': ['2']}
 
 
 # Other threads, and other ways to run a model

@@ -18,6 +18,7 @@ import torch
 from mmengine.config import Config, ConfigDict
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DefaultScope
+from mmengine.runner import IterBasedTrainLoop
 from mmengine.structures import PixelData
 from mmseg.models.backbones import ResNet, ResNetV1c, ResNetV1d
 from mmseg.registry import DATASETS, HOOKS, METRICS, MODELS
@@ -26,8 +27,9 @@ from nets import gate_loss, shuffle
 from paths import ROOT
 from PIL import Image
 from tool import run_tool
+from torch.utils.data import DataLoader
 
-from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d
+from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d, SlimResNet
 from mmseg_plugin.compat import stand_in_for_compiled_ops
 from mmseg_plugin.convert import mmseg_to_timm, timm_to_mmseg
 from timm_gated import count_macs, force_gates, gates, l0_loss
@@ -140,10 +142,25 @@ def test_bad_options(build, message):
         build()
 
 
-def test_checkpoint_of_another_depth(caplog):
-    with pytest.raises(ValueError, match='^the checkpoint is of another depth.*2-2-2-2 blocks.*3-4-6-3'):
-        mmengine.runner.checkpoint.load_state_dict(GatedResNet(depth=34), ResNet(depth=18).state_dict())
+@pytest.mark.parametrize('cls', [GatedResNet, SlimResNet])
+@pytest.mark.parametrize('theirs, ours, message', [
+    (18, 34, '2-2-2-2 blocks.*3-4-6-3'), (34, 50, '2 convolutions.*3'), (50, 34, '3 convolutions.*2')])
+def test_checkpoint_of_another_depth(cls, theirs, ours, message, caplog):
+    """mmengine would load what fits."""
+    narrow = dict(base_channels=4, stem_channels=4)
+    with pytest.raises(ValueError, match=f'^the checkpoint is of another depth.*{message}'):
+        mmengine.runner.checkpoint.load_state_dict(cls(ours, **narrow), ResNet(theirs, **narrow).state_dict())
     assert 'fresh initialisation' not in caplog.text
+
+
+@pytest.mark.parametrize('cls', [GatedResNet, SlimResNet])
+def test_checkpoint_of_more_stages(cls):
+    """As mmseg's own backbones load it."""
+    narrow = dict(base_channels=4, stem_channels=4)
+    dense = ResNet(18, **narrow)
+    backbone = cls(18, num_stages=2, strides=(1, 2), dilations=(1, 1), out_indices=(1,), **narrow)
+    mmengine.runner.checkpoint.load_state_dict(backbone, dense.state_dict())
+    assert torch.equal(backbone.layer2[1].conv2.weight, dense.layer2[1].conv2.weight)
 
 
 def test_batch_of_one_trains():
@@ -283,13 +300,21 @@ def test_schedule_of_a_loss_that_is_not_there():
         hook.before_train(SimpleNamespace(model=segmentor(gate_losses=LOSSES), **LENGTH))
 
 
-@pytest.mark.parametrize('begin, warned', [(99, False), (100, True), (300, True)])
+@pytest.mark.parametrize('begin, warned', [(98, False), (99, True), (100, True), (300, True)])
 def test_schedule_of_a_loss_that_never_begins(begin, warned, caplog):
     caplog.set_level(logging.INFO)
     hook = schedule_hook('loss_l0', 'linear_warmup', begin, 400)
     hook.before_train(SimpleNamespace(model=segmentor(gate_losses=LOSSES), **LENGTH))
     assert f'loss_l0: loss_weight 0 to 0.1 over iterations {begin} to 400 of 100' in caplog.text
     assert ('loss_l0 will never be active' in caplog.text) == warned
+
+
+def test_epochs_of_a_training_by_iterations():
+    """mmengine's epoch stays 0 there, and so would the schedule."""
+    hook = schedule_hook('loss_l0', 'linear_warmup', 0, 4, by_epoch=True)
+    loop = IterBasedTrainLoop(SimpleNamespace(visualizer=SimpleNamespace()), DataLoader([0]), max_iters=100)
+    with pytest.raises(ValueError, match="'loss_l0' has by_epoch=True, but the training is by iterations"):
+        hook.before_train(SimpleNamespace(model=segmentor(gate_losses=LOSSES), train_loop=loop, **LENGTH))
 
 
 def test_statistics_hook():

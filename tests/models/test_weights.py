@@ -137,14 +137,14 @@ def test_saved_config_holds_no_path(name, tmp_path):
 
 
 def test_installed_with_the_package():
-    """What setup.py would put beside the modules."""
+    """Data files of the wheel."""
     script = (
         'from distutils.core import run_setup\n'
-        'build = run_setup("setup.py", stop_after="init").get_command_obj("build_py")\n'
+        'build = run_setup("setup.py", stop_after="config").get_command_obj("build_py")\n'
         'build.ensure_finalized()\n'
         'print(*(f"{package}/{name}" for package, _, _, names in build.data_files for name in names), sep="\\n")\n')
     done = subprocess.run(
         [sys.executable, '-c', 'import setuptools\n' + script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     expected = {f'timm_gated/weights/{name}.{suffix}' for name in FILES for suffix in ('safetensors', 'md')}
-    assert set(done.stdout.split()) == expected
+    assert set(done.stdout.split()) == expected | {'timm_gated/py.typed', 'mmseg_plugin/py.typed'}

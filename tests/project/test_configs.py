@@ -1,4 +1,4 @@
-"""Every YAML of configs/timm builds its model, losses and schedules, and states the paper's recipe"""
+"""Every YAML of configs/timm builds its model, losses and schedules, and has the paper's recipe"""
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -21,12 +21,12 @@ ALL = sorted(FOLDER.glob('*/*.yaml'))
 FROM_DENSE = [path for path in ALL if path.stem.endswith('_from_dense')]
 CONFIGS = [path for path in ALL if path not in FROM_DENSE]  # the papers' recipes
 
-# The gating paper's, also for the dense networks, and those of its rivals.
+# Recipes of the gating paper, also used for the dense networks, and of the baselines
 PAPER = {
     'cifar10': dict(epochs=500, drops=(300, 375, 450), weight_decay=5e-4, lam_ends=100, gamma_ramps=(100, 300)),
     'imagenet': dict(epochs=150, drops=(60, 90, 120), weight_decay=1e-4, lam_ends=20, gamma_ramps=(30, 60)),
 }
-RIVALS = {
+BASELINES = {
     'convnet_aig': {
         'cifar10': dict(epochs=350, drops=(150, 250), weight_decay=5e-4, nesterov=False),
         'imagenet': dict(epochs=100, drops=(30, 60, 90), weight_decay=1e-4, nesterov=False),
@@ -67,7 +67,7 @@ def config(request):
 def test_recipe(config):
     cfg = load(config)
     stage = '_hybrid' if config.stem.endswith('_hybrid') else ''
-    paper = RIVALS.get(family(cfg.model) + stage, PAPER)[config.parent.name]
+    paper = BASELINES.get(family(cfg.model) + stage, PAPER)[config.parent.name]
     model = timm.create_model(cfg.model, num_classes=cfg.num_classes, **getattr(cfg, 'model_kwargs', {}))
     optimizer = create_optimizer_v2(
         model, opt=cfg.opt, lr=cfg.lr, weight_decay=cfg.weight_decay, momentum=cfg.momentum, **cfg.opt_kwargs)
@@ -91,11 +91,11 @@ def test_recipe(config):
     drops = [sum(epoch >= drop for drop in paper['drops']) for epoch in range(epochs)]
     assert rates == pytest.approx([paper.get('lr', 0.1) * 0.1 ** drop for drop in drops])
 
-    # train.py takes any key of a YAML, misspelt ones too
+    # train.py accepts any key of a YAML, including misspelt ones
     optional = {'device_modules', 'model_kwargs'} | (DATA[config.parent.name].keys() - KEYS)
     assert KEYS <= vars(cfg).keys() <= KEYS | optional
     assert {key: getattr(cfg, key) for key in DATA[config.parent.name]} == DATA[config.parent.name]
-    # timm's defaults that the paper does not share
+    # the paper differs from timm's defaults
     assert (cfg.smoothing, cfg.color_jitter, cfg.warmup_epochs, cfg.train_interpolation) == (0, 0, 0, 'bilinear')
     assert getattr(cfg, 'device_modules', None) == (['timm_gated'] if gates(model) or 'cifar' in cfg.model else None)
 
@@ -103,12 +103,12 @@ def test_recipe(config):
 @pytest.mark.parametrize('path', FROM_DENSE, ids=lambda path: f'{path.parent.name}/{path.stem}')
 def test_recipe_from_dense(path):
     cfg, text, cifar = load(path), path.read_text(), path.parent.name == 'cifar10'
-    # (the weights of the ImageNet configs are on the hub, which tests do without)
+    # without pretrained=True: the ImageNet weights are on the hub, which tests do not use
     model = timm.create_model(cfg.model, num_classes=cfg.num_classes, **getattr(cfg, 'model_kwargs', {}))
     assert getattr(cfg, 'pretrained', False) == ('.dense_' in cfg.model) == (not cifar)
     assert ('--initial-checkpoint' in text) == cifar
 
-    # one schedule for all of a data set, and otherwise what the papers' recipes have
+    # one schedule per data set; all else as in the papers' recipes
     schedule = ('epochs', 'batch_size', 'lr', 'sched', 'sched_on_updates', 'min_lr', 'opt', 'momentum', 'weight_decay')
     assert [getattr(cfg, key) for key in schedule] == (
         [8, 128, 0.05, 'cosine', True, 0, 'sgd', 0.9, 5e-4] if cifar else
@@ -141,7 +141,7 @@ def test_losses(config):
     cfg, paper = load(config), PAPER[config.parent.name]
     model = timm.create_model(cfg.model, **getattr(cfg, 'model_kwargs', {}))
     if not isinstance(getattr(model, 'gate_losses', None), GateLosses):
-        assert not gates(model) or family(cfg.model) in RIVALS
+        assert not gates(model) or family(cfg.model) in BASELINES
         return
     last = paper['epochs'] - 1
     first_ramped, ramped = paper['gamma_ramps']
@@ -159,8 +159,8 @@ def test_losses(config):
         assert weights(0) == (0.75, 0.) and weights(paper['lam_ends'] / 2) == (0.375, 0.)
         assert weights(paper['lam_ends']) == weights(first_ramped) == (0., 0.)
         assert weights(ramped) == weights(last) == (0., cfg.model_kwargs['gamma'])
-        # Only gamma is stated, so that --model-kwargs gamma=…, which replaces all of model_kwargs, loses nothing: the
-        # length of the schedule is the default.
+        # --model-kwargs gamma=… replaces all of model_kwargs and must lose nothing, so only gamma is set: the length of
+        # the schedule is the default.
         assert set(cfg.model_kwargs) == {'gamma', 'schedule_epochs', *ABLATIONS.get(config.stem, ())}
         assert cfg.model_kwargs['schedule_epochs'] == cfg.epochs
 
@@ -175,7 +175,7 @@ def test_target_rates(path):
     default = timm.create_model(cfg.model).gate_losses
     assert (losses.target_rate, losses.target_weight) == (default.target_rate, default.target_weight)
     assert f'weight {losses.target_weight:.0f}, mean over blocks' in path.read_text()
-    assert set(cfg.model_kwargs) == {'target_rate'}  # so that --model-kwargs target_rate=… loses nothing
+    assert set(cfg.model_kwargs) == {'target_rate'}  # --model-kwargs target_rate=… loses nothing
 
 
 @pytest.mark.parametrize('path', sorted(FOLDER.glob('*/skipnet_*.yaml')), ids=lambda path: path.stem)
@@ -183,11 +183,11 @@ def test_stages(path):
     cfg, hybrid = load(path), path.stem.endswith('_hybrid')
     losses, default = (timm.create_model(cfg.model, device='meta', **k).gate_losses for k in (cfg.model_kwargs, {}))
     assert (losses.stage, losses.alpha) == ('hybrid' if hybrid else 'supervised', default.alpha)
-    assert set(cfg.model_kwargs) == ({'stage', 'alpha'} if hybrid else {'gate'})  # what the text says to give again
+    assert set(cfg.model_kwargs) == ({'stage', 'alpha'} if hybrid else {'gate'})  # the text says to repeat them
     assert path.stem == cfg.model + '_hybrid' * hybrid
 
 
-# Of the other rivals: what a config states, where the model has it, and what its text says of it.
+# Other baselines: attribute of the model with the objective, the option that a config sets, and its description there
 STATED = {
     'dgnet': ('mac_budget', 'budget', r'weight 10 \(ours\)'),
     'fbs': ('gate_losses', 'density', r'L1 on the\n# saliencies, weight 1e-8'),
@@ -196,12 +196,12 @@ STATED = {
 
 
 @pytest.mark.parametrize('path', [path for path in CONFIGS if family(path.stem) in STATED], ids=lambda path: path.stem)
-def test_options_of_rivals(path):
+def test_options_of_baselines(path):
     cfg, (objective, option, text) = load(path), STATED[family(path.stem)]
     value, default = (
         getattr(getattr(timm.create_model(cfg.model, device='meta', **kwargs), objective), option)
         for kwargs in (cfg.model_kwargs, {}))
-    # --model-kwargs, which replaces all of them, loses nothing
+    # --model-kwargs replaces all of them and must lose nothing
     assert set(cfg.model_kwargs) - {'schedule_epochs'} == {option}
     assert cfg.model_kwargs.get('schedule_epochs', cfg.epochs) == cfg.epochs
     assert value == default == cfg.model_kwargs[option] and path.stem == cfg.model

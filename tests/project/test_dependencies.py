@@ -1,12 +1,15 @@
-"""Other environments than that of the tests: without mmsegmentation, and with the oldest versions"""
+"""Declared dependencies match the lock, the oldest versions and the hooks; timm_gated works without mmsegmentation"""
 import re
 import subprocess
 import sys
-from importlib import metadata
+import tomllib
 
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from paths import ROOT
+
+PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
 
 SCRIPT = """
 import sys
@@ -54,28 +57,40 @@ def test_without_mmseg(tmp_path):
     done = subprocess.run(
         [sys.executable, '-c', SCRIPT], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    # (which the script saw to: nothing above had need of it)
     assert re.search("No module named 'mm(seg|engine|cv)", done.stdout), done.stdout
 
 
-def test_the_lock_has_a_version_for_every_requirement():
-    """What `make` installs is what the package asks for; `make lock` writes it anew."""
-    comment, *lines = (ROOT / 'constraints.txt').read_text().splitlines()
-    pins = {canonicalize_name(name): version for name, version in (line.split('==') for line in lines)}
-    required = [Requirement(text) for text in metadata.requires('timm-gated')]
+def lock() -> dict:
+    _, *lines = (ROOT / 'constraints.txt').read_text().splitlines()
+    return {canonicalize_name(name): version for name, version in (line.split('==') for line in lines)}
+
+
+def test_lock_has_a_version_for_every_requirement():
+    pins = lock()
+    extras = PROJECT['optional-dependencies']
+    required = [Requirement(text) for texts in (PROJECT['dependencies'], *extras.values()) for text in texts]
+    required = [requirement for requirement in required if requirement.name != PROJECT['name']]
     assert len(required) > 30
     for requirement in required:
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
     assert {'pip', 'setuptools'} <= set(pins)
-    assert not any(name.startswith(('nvidia', 'cuda', 'triton')) for name in pins)  # torch's own
+    assert not any(name.startswith(('nvidia', 'cuda', 'triton')) for name in pins)  # left to torch
 
 
-def test_the_oldest_versions_are_the_lower_bounds():
-    """What `make oldest` runs the tests with is what the package asks for."""
+def test_all_includes_every_extra():
+    (everything,) = PROJECT['optional-dependencies']['all']
+    assert Requirement(everything).extras == PROJECT['optional-dependencies'].keys() - {'all'}
+
+
+def test_ruff_of_the_hooks_is_that_of_the_lock():
+    hooks = yaml.safe_load((ROOT / '.pre-commit-config.yaml').read_text())
+    revisions = {hook['id']: repo['rev'] for repo in hooks['repos'] for hook in repo['hooks']}
+    assert revisions['ruff-check'] == f'v{lock()["ruff"]}'
+
+
+def test_oldest_versions_are_the_lower_bounds():
     pins = re.findall(r'^([\w-]+)==([\d.]+)$', (ROOT / 'tests' / 'oldest.txt').read_text(), re.MULTILINE)
-    setup = (ROOT / 'setup.py').read_text()
-    required = re.search(r'^INSTALL_REQUIRES = \[\n(.*?)^\]', setup, re.MULTILINE | re.DOTALL).group(1)
-    bounds = re.findall(r"'([\w-]+)>=([\d.]+)", required)
+    bounds = [match.groups() for text in PROJECT['dependencies'] if (match := re.match(r'([\w-]+)>=([\d.]+)', text))]
     assert len(bounds) >= 4 and sorted(bounds) == sorted(pins)
     oldest = re.search(r'^\| oldest: (.*?) \|', (ROOT / 'README.md').read_text(), re.MULTILINE).group(1)
     assert sorted(f'{name} {version}' for name, version in pins) == sorted(oldest.split(', '))

@@ -1,4 +1,4 @@
-"""The figures of experiments/ and of the cards are those that were measured, and the runs those of the script"""
+"""Figures in experiments/ and in the model cards equal the measured ones, and every run has its command"""
 import csv
 import json
 import re
@@ -24,9 +24,9 @@ def row(result: dict) -> list:
         gates if result['num_gates'] else '']
 
 
-def test_tables_are_the_measured_figures():
+def test_tables_have_the_measured_figures():
     text = (FOLDER / 'README.md').read_text()
-    rows = {name: cells for name, cells in re.findall(r'^ *\| `(\w+)`: [^|]+\|(.*)\|$', text, re.MULTILINE)}
+    rows = dict(re.findall(r'^ *\| `(\w+)`: [^|]+\|(.*)\|$', text, re.MULTILINE))
     assert rows.keys() == RESULTS.keys()
     for name, cells in rows.items():
         assert [cell.strip() for cell in cells.split('|')] == row(RESULTS[name]), name
@@ -38,21 +38,21 @@ def test_every_run_is_kept_and_has_its_command(name):
     with (RUNS / name / 'summary.csv').open() as file:
         curve = list(csv.DictReader(file))
     assert [int(line['epoch']) for line in curve] == list(range(args['epochs']))
-    # (train.py evaluates in bfloat16, tools/evaluate.py in float32)
+    # train.py evaluates in bfloat16, tools/evaluate.py in float32
     assert abs(float(curve[-1]['eval_top1']) - RESULTS[name]['top1']) < 0.25
     assert re.search(rf'^ *{name}\)', (RUNS / 'run.sh').read_text(), re.MULTILINE)
     assert 'Train: 0 [   0/' in (RUNS / name / 'log.txt').read_text()
     assert args['model'] == RESULTS[name]['model'] and args['seed'] == 42
 
 
-def test_no_machine_is_named():
+def test_no_local_paths():
     for path in [*RUNS.rglob('*'), *CARDS]:
         if path.is_file() and path.suffix != '.png':
             assert not re.search(r'(?<![\w.])/(tmp|work|home|root|data)/', path.read_text()), path
 
 
 @pytest.mark.parametrize('path', CARDS, ids=lambda path: path.stem)
-def test_cards_say_what_was_measured(path):
+def test_cards_have_the_measured_figures(path):
     architecture, tag = path.stem.split('.')
     model = timm.create_model(path.stem, pretrained=True)
     command = re.search(r'^bash experiments/cifar10/run.sh (\w+)$', path.read_text(), re.MULTILINE)

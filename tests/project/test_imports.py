@@ -1,4 +1,4 @@
-"""What importing our packages, and building the first gated model, changes in timm, mmengine and torch"""
+"""Changes to timm, mmengine and torch by importing our packages and by building the first gated model"""
 import copy
 import json
 import os
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
-import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+import mmseg_plugin  # noqa: F401  (must come before mmseg)
 
 # isort: split
 import mmengine
@@ -48,8 +48,7 @@ def test_imports_change_nothing():
     assert json.loads(done.stdout.splitlines()[-1]) == []
 
 
-# What installs
-
+# When extensions are installed
 
 RESNET: Dict[str, Any] = dict(depth=18, base_channels=8, stem_channels=8)
 
@@ -65,7 +64,7 @@ def build(registry: Any, kind: str, **options: Any) -> Callable[[], Any]:
 
 @pytest.fixture
 def installed(monkeypatch) -> List[bool]:
-    """Gets an entry at the first gate or objective."""
+    """List that gets an entry at the first gate or objective."""
     calls: List[bool] = []
     monkeypatch.setattr(installation, '_pending', [lambda: calls.append(True)])
     return calls
@@ -83,7 +82,7 @@ def installed(monkeypatch) -> List[bool]:
     build(HOOKS, 'GateStatisticsHook'),
     build(HOOKS, 'GateLossScheduleHook', loss_name='loss_l0', schedule='linear_warmup', begin=0, end=1),
 ], ids=['model', 'features', 'objective', 'shaping', 'backbone', 'slim', 'timm', 'segmentor', 'hook', 'schedule'])
-def test_the_first_of_ours_installs(make, installed):
+def test_first_gated_object_installs(make, installed):
     make()
     assert installed == [True]
     make()
@@ -92,7 +91,7 @@ def test_the_first_of_ours_installs(make, installed):
 
 @pytest.mark.parametrize('make', [make_gated, GateLosses, lambda: gates(make_gated())[0][1]])
 @pytest.mark.parametrize('again', [lambda thing: pickle.loads(pickle.dumps(thing)), copy.deepcopy])
-def test_so_does_one_that_is_not_built(make, again, monkeypatch):
+def test_first_copy_installs(make, again, monkeypatch):
     thing, calls = make(), []
     monkeypatch.setattr(installation, '_pending', [lambda: calls.append(True)])
     again(thing)
@@ -103,16 +102,16 @@ def test_so_does_one_that_is_not_built(make, again, monkeypatch):
     make_plain, lambda: pickle.loads(pickle.dumps(make_plain())), lambda: dense_segmentor('EncoderDecoder'),
     lambda: timm.create_model('resnet18', device='meta'),
     lambda: ClassificationTask(make_plain(), nn.CrossEntropyLoss(), verbose=False)])
-def test_others_install_nothing(make, installed):
+def test_dense_objects_install_nothing(make, installed):
     make()
     assert not installed
 
 
-# What is installed passes on what does not concern gated models
+# Dense models keep the behaviour of timm
 
 
 def test_errors_keep_their_types(tmp_path):
-    """Also of a file that is cut short, and also for a model that is not ours."""
+    """Also for a truncated file and a dense model."""
     make_gated()
     path, plain = tmp_path / 'weights.pth', make_plain()
     torch.save(plain.state_dict(), path)
@@ -135,7 +134,35 @@ def test_errors_keep_their_types(tmp_path):
         assert str(error.value) == str(expected.value) and not hasattr(error.value, '__notes__')
 
 
-def test_wrong_arguments_have_pythons_errors():
+@pytest.mark.parametrize('name', ['cut.**', 'cut.[', os.fsdecode(b'cut\xff.pth')])
+def test_errors_keep_their_types_whatever_the_name(name, tmp_path):
+    """The note is not worth another error."""
+    extend_checkpoint_loader()
+    make_gated()
+    path = tmp_path / name
+    path.write_bytes(b'PK\x03\x04')
+    with pytest.raises(Exception) as expected:
+        torch.load(path)
+    for load in (timm.models.load_state_dict, CheckpointLoader.load_checkpoint):
+        with pytest.raises(expected.type):
+            load(str(path))
+    path.unlink()
+    for load in (timm.models.load_state_dict, CheckpointLoader.load_checkpoint):
+        with pytest.raises(FileNotFoundError):
+            load(str(path))
+
+
+def test_savers_that_are_made_otherwise(tmp_path):
+    """Without a task, which older ones do not have."""
+    make_gated()
+    saver = CheckpointSaver(make_plain(), None, checkpoint_dir=str(tmp_path))
+    del saver.task
+    (tmp_path / 'new').touch()
+    saver._replace(str(tmp_path / 'new'), str(tmp_path / 'last'))
+    assert (tmp_path / 'last').is_file()
+
+
+def test_wrong_arguments_raise_type_errors():
     make_gated()
     for args in (dict(), dict(checkpoint='x'), dict(use_ema=False)):
         with pytest.raises(TypeError, match=r'load_state_dict\(\)'):
@@ -143,7 +170,7 @@ def test_wrong_arguments_have_pythons_errors():
 
 
 def save_twice(model: nn.Module, folder: Path, monkeypatch: Any, by_task: bool = False) -> List[bool]:
-    """Whether the last checkpoint was there when the next was put in its place."""
+    """Whether the last checkpoint still existed when the next one replaced it."""
     task = ClassificationTask(model, nn.CrossEntropyLoss(), verbose=False) if by_task else None
     saver = CheckpointSaver(
         None if by_task else model, torch.optim.SGD(model.parameters()), task=task, checkpoint_dir=str(folder))
@@ -160,33 +187,33 @@ def save_twice(model: nn.Module, folder: Path, monkeypatch: Any, by_task: bool =
 
 
 @pytest.mark.parametrize('by_task', [False, True])
-def test_checkpoints_of_gated_models_are_replaced_in_one_step(by_task, tmp_path, monkeypatch):
+def test_checkpoints_of_gated_models_are_replaced_atomically(by_task, tmp_path, monkeypatch):
     assert save_twice(make_gated(), tmp_path, monkeypatch, by_task) == [True]
 
 
 @pytest.mark.parametrize('by_task', [False, True])
-def test_checkpoints_of_others_are_replaced_by_timm(by_task, tmp_path, monkeypatch):
+def test_checkpoints_of_dense_models_are_replaced_by_timm(by_task, tmp_path, monkeypatch):
     make_gated()
     assert save_twice(make_plain(), tmp_path, monkeypatch, by_task) == [False]
 
 
-def test_shaped_features_make_a_gated_training(tmp_path, monkeypatch):
+def test_checkpoints_with_shaped_features_are_replaced_atomically(tmp_path, monkeypatch):
     model = make_plain()
     shape_features(model, {'layer1': 'normal'})
     assert save_twice(model, tmp_path, monkeypatch) == [True]
 
 
-def test_tasks_of_others_are_timms():
+def test_tasks_of_dense_models_are_timms():
     make_gated()
     task = ClassificationTask(make_plain(), nn.CrossEntropyLoss(), verbose=False)
     assert type(task) is ClassificationTask
     assert type(pickle.loads(pickle.dumps(task))) is ClassificationTask
 
 
-# It calls what was there before
+# Extensions call the functions that they replace, even if those were replaced before
 
 
-def test_functions_of_timm_that_were_replaced_before(monkeypatch, tmp_path):
+def test_replaced_timm_functions_are_called(monkeypatch, tmp_path):
     calls = []
 
     def note(name: str) -> Callable:
@@ -205,7 +232,7 @@ def test_functions_of_timm_that_were_replaced_before(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize('make', [make_gated, make_plain])
-def test_tasks_that_were_extended_before(make, monkeypatch):
+def test_replaced_task_constructor_is_called(make, monkeypatch):
     made = []
 
     def new(cls, *args, **kwargs):
@@ -218,7 +245,7 @@ def test_tasks_that_were_extended_before(make, monkeypatch):
     assert made == [(type(task), (model, criterion))] and task.criterion is criterion
 
 
-def test_a_loader_of_mmengine_that_was_replaced_before(monkeypatch):
+def test_replaced_mmengine_loader_is_called(monkeypatch):
     def load(cls, filename, map_location=None, logger='current'):
         return cls, filename, map_location
     monkeypatch.setattr(CheckpointLoader, 'load_checkpoint', classmethod(load))
@@ -226,7 +253,7 @@ def test_a_loader_of_mmengine_that_was_replaced_before(monkeypatch):
     assert CheckpointLoader.load_checkpoint('path', map_location='cpu') == (CheckpointLoader, 'path', 'cpu')
 
 
-# What torch takes for safe
+# Classes that torch considers safe to load
 
 
 class Malicious:
@@ -240,19 +267,19 @@ def history(tmp_path) -> Path:
     return tmp_path / 'good.pth'
 
 
-def test_mmengine_loads_its_history_and_nothing_else(history, tmp_path):
+def test_mmengine_loads_its_history_only(history, tmp_path):
     make_gated()
     before = set(torch.serialization.get_safe_globals())
     assert CheckpointLoader.load_checkpoint(str(history))['x'].mean() == 1
     torch.save({'x': Malicious()}, tmp_path / 'bad.pth')
-    with pytest.raises(Exception, match="refused to load: .*'__init__'"):
+    with pytest.raises(pickle.UnpicklingError, match="refused to load: .*'__init__'"):  # as torch
         CheckpointLoader.load_checkpoint(str(tmp_path / 'bad.pth'))
     assert set(torch.serialization.get_safe_globals()) == before
     with pytest.raises(pickle.UnpicklingError, match='Unsupported global'):
         torch.load(history)
 
 
-def test_what_the_user_takes_for_safe_stays_so(history):
+def test_safe_globals_of_the_user_are_kept(history):
     with torch.serialization.safe_globals([mmengine.logging.HistoryBuffer]):
         for _ in range(2):
             with history_allowed(), history_allowed():
@@ -261,7 +288,7 @@ def test_what_the_user_takes_for_safe_stays_so(history):
     assert mmengine.logging.HistoryBuffer not in torch.serialization.get_safe_globals()
 
 
-def test_threads_do_not_take_it_from_one_another(history):
+def test_threads_load_the_history_in_parallel(history):
     make_gated()
     with ThreadPoolExecutor(4) as threads:
         loaded = list(threads.map(CheckpointLoader.load_checkpoint, [str(history)] * 40))

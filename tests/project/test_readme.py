@@ -1,4 +1,4 @@
-"""The README is the truth: its snippets run, its zoo is what the models are, its paths exist"""
+"""Snippets of the README run, and its tables match the models and configs"""
 import functools
 import re
 from types import ModuleType
@@ -22,7 +22,7 @@ def test_there_are_snippets():
 
 @pytest.mark.parametrize('index', range(len(SNIPPETS)))
 def test_snippet_runs(index, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # some write files
+    monkeypatch.chdir(tmp_path)  # some snippets write files
     torch.manual_seed(0)
     exec(compile(SNIPPETS[index], f'README.md, python snippet {index}', 'exec'), {})
 
@@ -43,7 +43,7 @@ def test_zoo_row(row, name):
 
 
 def test_a_row_by_hand():
-    """ResNet-34 of the paper: 21.91 M parameters, 3.66 G MACs."""
+    """The paper has 21.91 M parameters and 3.66 G MACs for ResNet-34."""
     row = '| `gated_resnet34` | 224 | 21.916 M | 21.798 M | 3.664 G | 0.046 % | 3776 |'
     assert model_table().row('gated_resnet34') == row
 
@@ -62,7 +62,7 @@ def test_every_method_is_described():
 
 
 def expand(pattern: str) -> list:
-    """Alternatives of a name with braces, as a shell expands them."""
+    """Expand braces as a shell does."""
     match = re.search(r'{(.*?)}', pattern)
     if not match:
         return [pattern]

@@ -1,4 +1,4 @@
-"""The layout of the package: which room may import which."""
+"""Layout of the package: lower rooms never import higher ones"""
 import ast
 from pathlib import Path
 from typing import Iterator, Tuple
@@ -12,7 +12,7 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for room in ROOMS for path
 
 
 def imports(path: Path) -> Iterator[Tuple[ast.stmt, str]]:
-    """Import statements of a module for this package, wherever they are, and the module or package they name."""
+    """Imports of this package anywhere in a module, with the names of the imported modules."""
     here = path.relative_to(ROOT).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
         if isinstance(node, ast.Import):
@@ -39,22 +39,23 @@ def test_lower_rooms_do_not_import_higher_ones(module):
     room = module.split('/')[0]
     for _, name in imports(PACKAGE / module):
         parts = name.split('.')
-        assert parts[1:], f'{module} imports the whole package'
+        assert parts[1:], f'{module} imports the top-level package'
         if parts[1] in ('version', '_native'):
             continue
         assert ROOMS.index(parts[1]) <= ROOMS.index(room), f'{module} imports {name}, which is in a higher room'
 
 
 @pytest.mark.parametrize('module', MODULES)
-def test_rooms_are_imported_at_the_top_and_as_a_whole(module):
+def test_imports_are_at_the_top_and_from_the_room(module):
     path = PACKAGE / module
-    top = set()
-    for node in ast.parse(path.read_text(encoding='utf-8')).body:
-        top |= {ast.unparse(child) for child in ast.walk(node) if isinstance(child, (ast.Import, ast.ImportFrom))} \
-            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) else set()
+    top = {
+        ast.unparse(child)
+        for node in ast.parse(path.read_text(encoding='utf-8')).body
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        for child in ast.walk(node)}
     for node, name in imports(path):
         parts = name.split('.')
-        if parts[1] == '_native':  # built with the package, or not
+        if parts[1] == '_native':  # optional
             continue
         assert ast.unparse(node) in top, f'{module} hides the import of {name} in a function'
         other_room = parts[1] in ROOMS and parts[1] != module.split('/')[0]

@@ -1,7 +1,11 @@
 """What a validation reports of the gates: in timm's evaluators, and in the log of scripts that ask for none"""
 import copy
+import gc
 import logging
 import pickle
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import timm
@@ -222,3 +226,66 @@ def test_copies_are_not_watched(caplog):
     model.eval()(images(4))
     task.get_task_state()
     assert len(validation_lines(caplog)) == 1
+
+
+@pytest.mark.parametrize('training_is_over', [False, True])
+def test_a_trained_model_serves_several_threads(training_is_over):
+    """In step, so that every gate has the decisions of another batch than the one before."""
+    model = make_model()
+    task = make_task(model)
+    task.create_evaluator()
+    if training_is_over:
+        del task
+        gc.collect()
+    model.eval()
+    batches = [images(size, seed=size) for size in (2, 3)]
+    with torch.inference_mode():
+        outputs = [model(batch) for batch in batches]
+    barrier = threading.Barrier(2, timeout=20)
+
+    def wait(*args):
+        barrier.wait()
+
+    for _, gate in gates(model):
+        gate.register_forward_hook(wait)
+
+    def run(batch):
+        with torch.inference_mode():
+            return model(batch)
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(run, batches[1])
+        results = run(batches[0]), other.result()
+    assert all(torch.allclose(*pair, atol=1e-4) for pair in zip(results, outputs, strict=True))
+
+
+def test_passes_of_other_threads_do_not_count():
+    model = make_model()
+    task = make_task(model)
+    evaluator = task.create_evaluator()
+    model.eval()
+    with torch.no_grad():
+        output = model(images(4))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(model, images(3)).result()
+    evaluator.update(output, labels(4))
+    assert reported(evaluator.compute()) == pytest.approx(expected(model, images(4)))
+
+
+def test_a_model_is_watched_no_longer_than_it_is_trained():
+    model = make_model()
+    task = make_task(model)
+    task.create_evaluator()
+    monitor = weakref.ref(task._monitor)
+    del task
+    gc.collect()
+    assert monitor() is None
+
+
+def test_images_by_keyword():
+    task = make_task(make_model())
+    evaluator, model = task.create_evaluator(), task.get_eval_model()
+    model.eval()
+    with torch.inference_mode():
+        evaluator.update(model(x=images(4)), labels(4))
+    assert reported(evaluator.compute()) == pytest.approx(expected(model, images(4)))

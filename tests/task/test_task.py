@@ -132,6 +132,20 @@ def test_other_tasks_are_pickled_too(task_cls):
     assert 'lam' in pickle.loads(pickle.dumps(task))(*batch())
 
 
+class OwnPickle(ClassificationTask):
+    def __reduce__(self):
+        return make_own, (self.get_trainable_module(),)
+
+
+def make_own(model):
+    return OwnPickle(model, nn.CrossEntropyLoss(), verbose=False)
+
+
+def test_a_task_with_its_own_way_to_be_pickled():
+    task = make_own(make_model())
+    assert 'lam' in pickle.loads(pickle.dumps(task))(*batch()) and 'lam' in copy.deepcopy(task)(*batch())
+
+
 def test_pickles_are_opened_in_another_process(tmp_path):
     (tmp_path / 'task').write_bytes(pickle.dumps(make_task(make_model())))
     (tmp_path / 'model').write_bytes(pickle.dumps(make_model()))

@@ -1,4 +1,4 @@
-"""The quick start ends with its table and its figure, and leaves nothing else"""
+"""The quick start writes its table and its figure"""
 from forked import run_script
 from PIL import Image
 from sklearn import datasets
@@ -9,7 +9,7 @@ def test_demo(tmp_path, monkeypatch, capsys):
     demo = load_tool('demo')
     monkeypatch.chdir(tmp_path)
     x, y = datasets.load_digits(return_X_y=True)
-    monkeypatch.setattr(datasets, 'load_digits', lambda return_X_y: (x[:400], y[:400]))  # all of them take long
+    monkeypatch.setattr(datasets, 'load_digits', lambda return_X_y: (x[:400], y[:400]))  # fewer images, for speed
     demo.main(['--epochs', '3', '--batch-size', '32', '--output', 'out'])
     printed = capsys.readouterr()
     assert 'gated_resnet20: 100%' in printed.err

@@ -1,4 +1,4 @@
-"""python -m timm_gated runs timm's scripts, unmodified, with the gated models registered"""
+"""`python -m timm_gated` runs unmodified scripts of timm with the gated models registered"""
 import subprocess
 import sys
 
@@ -12,7 +12,7 @@ def test_runs_a_script_as_python_does(tmp_path):
     script = tmp_path / 'script.py'
     script.write_text(
         'import argparse, sys, timm\n'
-        'import beside\n'  # a script sees its own folder
+        'import beside\n'  # the folder of the script is importable
         'parser = argparse.ArgumentParser()\n'
         'parser.add_argument("--model")\n'
         'args = parser.parse_args()\n'

@@ -1,4 +1,4 @@
-"""What all tools have in common: help at once, trained weights or a word that there are none, and errors that help"""
+"""Common behaviour of the tools: fast help, weights, and error messages"""
 import json
 import re
 import subprocess
@@ -9,6 +9,7 @@ import timm
 import torch
 from _options import add_model_options, make_parser
 from small_analysis import CLASSES, MODEL_KWARGS, write_images
+from small_analysis import MODEL_OPTIONS as SMALL
 from tool import TOOLS, load_tool, run_tool
 
 import timm_gated
@@ -18,7 +19,6 @@ from timm_gated.models._registry import check_model_name
 
 NAMES = sorted(path.stem for path in TOOLS.glob('[!_]*.py'))
 HEAVY = {'torch', 'timm', 'timm_gated', 'mmseg_plugin', 'mmengine', 'scipy', 'matplotlib', 'huggingface_hub'}
-SMALL = ['--model-kwargs', 'layers=(1,1,1)', 'channels=(8,8,8)', '--num-classes', '7']
 
 
 # Help
@@ -34,7 +34,7 @@ def test_help_needs_no_torch(command):
     assert done.returncode == 0, done.stderr[-2000:]
     imported = {line.rpartition('|')[2].strip().partition('.')[0] for line in done.stderr.splitlines()}
     assert 'argparse' in imported and not imported & HEAVY
-    assert commands or f'python tools/{tool}.py ' in done.stdout, 'there is no example'
+    assert commands or f'python tools/{tool}.py ' in done.stdout, 'no example in the help'
 
 
 def test_a_mistyped_option_needs_no_torch():
@@ -55,7 +55,7 @@ def test_options_of_the_model(capsys):
     assert args.model_kwargs == dict(layers=(1, 1), act_layer='gelu', path='/a=b', flag=True)
     with pytest.raises(SystemExit):
         parser.parse_args(['--model-kwargs', 'layers'])
-    assert "takes KEY=VALUE, got 'layers'" in capsys.readouterr().err
+    assert "must be KEY=VALUE, got 'layers'" in capsys.readouterr().err
 
 
 # Weights
@@ -63,7 +63,7 @@ def test_options_of_the_model(capsys):
 
 @pytest.fixture(scope='module')
 def images(tmp_path_factory):
-    """Of ten classes, as CIFAR-10 has."""
+    """Image folder with ten classes, like CIFAR-10."""
     return write_images(tmp_path_factory.mktemp('ten'), [f'class{i}' for i in range(7)] + ['x', 'y', 'z'], per_class=1)
 
 
@@ -74,7 +74,7 @@ def seven(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def dense(tmp_path_factory):
-    """A checkpoint without gates."""
+    """Checkpoint without gates."""
     path = tmp_path_factory.mktemp('dense') / 'dense.pth'
     torch.save(timm.create_model('cifar_resnet20', **MODEL_KWARGS).state_dict(), path)
     return path
@@ -157,7 +157,7 @@ def test_a_report_of_an_untrained_network_says_so(dense, seven, tmp_path):
 def test_untrained_networks_are_not_kept(tmp_path, capsys):
     with pytest.raises(SystemExit):
         run_tool('prune', '--model', 'gated_resnet32', '--untrained', '--output', tmp_path / 'pruned')
-    assert '--output is for trained networks' in capsys.readouterr().err
+    assert '--output needs a trained network' in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run_tool('hub', 'save', '--model', 'gated_resnet32', '--untrained', '--output', tmp_path / 'saved')
     evaluation = tmp_path / 'evaluation.json'
@@ -208,7 +208,7 @@ def test_names_that_exist():
         check_model_name(name)
 
 
-def test_other_places_with_names(dense, capsys):
+def test_names_in_other_options(dense, capsys):
     assert run_tool('evaluate', '--checkpoint', f'cifar_resnet21={dense}') == 1
     assert re.search("no model 'cifar_resnet21'.*near: .*cifar_resnet20", capsys.readouterr().err)
     assert run_tool('model_table', 'gated_resnet21') == 1
@@ -225,7 +225,7 @@ def test_folders_that_do_not_exist(seven, tmp_path, capsys):
         assert run_tool('hub', tool, tmp_path / 'no', *(['me/model'] if tool == 'push' else [])) == 1
         assert re.search("no folder '.*/no': .* does not exist.*tools/hub.py save", capsys.readouterr().err)
     assert run_tool('tradeoff', tmp_path / 'no') == 1
-    assert re.search('/no does not exist: make it with tools/evaluate.py', capsys.readouterr().err)
+    assert re.search('/no does not exist: write it with tools/evaluate.py', capsys.readouterr().err)
     report = ['--data-dir', seven, '--output', tmp_path / 'report']
     assert run_tool('analyze_gates', *model, *report, '--compare', tmp_path / 'no') == 1
     assert re.search('/no .*No such file.*tools/analyze_gates.py', capsys.readouterr().err)
@@ -235,7 +235,6 @@ def test_folders_that_do_not_exist(seven, tmp_path, capsys):
 
 
 def test_a_folder_of_classes_is_a_split(seven):
-    """As timm has it."""
     assert run_tool('evaluate', '--model', 'gated_resnet20', *SMALL, '--untrained', '--workers', '0', '--data-dir',
                     seven / 'validation') == 0
 

@@ -1,11 +1,12 @@
 """Files that are written whole or not at all: what stays of a file that is rewritten, and of a write that fails"""
+import errno
 import multiprocessing
 import os
 import stat
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any, Callable, List
+from typing import Callable, List
 
 import mmengine
 import pytest
@@ -45,15 +46,16 @@ def umask():
 
 
 @every_way
-@pytest.mark.parametrize('mode', [0o600, 0o640, 0o644, 0o444, 0o664, 0o777])
+@pytest.mark.parametrize('mode', [0o600, 0o640, 0o644, 0o200, 0o664, 0o777])
 def test_a_rewritten_file_keeps_its_mode(write, mode, tmp_path, umask):
     umask(0o022)
     path = tmp_path / 'file'
     path.write_bytes(b'before')
     path.chmod(mode)
     write(b'after', path)
-    assert path.read_bytes() == b'after' and stat.S_IMODE(path.stat().st_mode) == mode
-    assert names(tmp_path) == ['file']
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    path.chmod(0o600)
+    assert path.read_bytes() == b'after' and names(tmp_path) == ['file']
 
 
 @every_way
@@ -149,6 +151,69 @@ def test_files_of_another_owner_stay_so(write, tmp_path):
 
 
 @every_way
+def test_extended_attributes_stay(write, tmp_path):
+    path = tmp_path / 'file'
+    path.write_bytes(b'before')
+    os.utime(path, (0, 0))
+    try:
+        os.setxattr(path, 'user.origin', b'here')
+    except OSError:
+        pytest.skip('this file system has none')
+    write(b'after', path)
+    assert os.getxattr(path, 'user.origin') == b'here' and path.read_bytes() == b'after' and path.stat().st_mtime > 0
+
+
+def write_as_another(write: Callable[[bytes, Path], None], path: Path) -> None:
+    if os.geteuid() == 0:  # to whom nothing is closed
+        os.setgid(12345)
+        os.setuid(12345)
+    try:
+        write(b'after', path)
+    except PermissionError:
+        os._exit(13)
+    os._exit(0)
+
+
+@every_way
+@pytest.mark.parametrize('mode, folder_mode, code, content', [
+    (0o644, 0o555, 0, b'after'), (0o444, 0o755, 13, b'before'), (0o444, 0o555, 13, b'before')])
+def test_what_is_closed_to_writing(write, mode, folder_mode, code, content):
+    """As `open` has it: a file in a closed folder is written, a closed file is not."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / 'file'
+        path.write_bytes(b'before')
+        if os.geteuid() == 0:
+            os.chown(path, 12345, 12345)
+            os.chown(folder, 12345, 12345)
+        path.chmod(mode)
+        os.chmod(folder, folder_mode)
+        process = multiprocessing.get_context('fork').Process(target=write_as_another, args=(write, path))
+        process.start()
+        process.join()
+        os.chmod(folder, 0o755)
+        assert process.exitcode == code and path.read_bytes() == content and names(Path(folder)) == ['file']
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+@every_way
+def test_a_mount_point_is_written_to(write, tmp_path, monkeypatch):
+    path = tmp_path / 'file'
+    path.write_bytes(b'a longer text from before')
+    inode = path.stat().st_ino
+    monkeypatch.setattr(os, 'replace', lambda *args: fail(errno.EBUSY, 'busy'))
+    write(b'after', path)
+    assert path.read_bytes() == b'after' and path.stat().st_ino == inode and names(tmp_path) == ['file']
+
+
+@every_way
+def test_a_loop_of_links_is_an_error_of_the_system(write, tmp_path):
+    (tmp_path / 'loop').symlink_to('loop')
+    with pytest.raises(OSError, match='symbolic links'):
+        write(b'content', tmp_path / 'loop')
+    assert (tmp_path / 'loop').is_symlink() and names(tmp_path) == ['loop']
+
+
+@every_way
 @pytest.mark.parametrize('name', ['x' * 250 + '.pth', 'x' * 255, 'x.' + 'y' * 252, '\u00e9' * 125 + '.pth', '.hidden'])
 def test_names_of_any_length(write, name, tmp_path):
     for content in (b'before', b'after'):
@@ -168,15 +233,15 @@ def test_folders_are_made_by_the_backend(path, tmp_path, monkeypatch):
 def test_nothing_is_left_of_a_replacement_that_fails(write, tmp_path, monkeypatch):
     path = tmp_path / 'file'
     write(b'before', path)
-    monkeypatch.setattr(os, 'replace', fail)
+    monkeypatch.setattr(os, 'replace', lambda *args: fail(errno.ENOSPC, 'disk full'))
     for target in (path, tmp_path / 'new'):
         with pytest.raises(OSError, match='disk full'):
             write(b'after', target)
     assert path.read_bytes() == b'before' and names(tmp_path) == ['file']
 
 
-def fail(*args: Any) -> None:
-    raise OSError('disk full')
+def fail(number: int, message: str) -> None:
+    raise OSError(number, message)
 
 
 @pytest.mark.parametrize('prepare', [Path.touch, os.mkfifo, lambda path: None], ids=['file', 'pipe', 'nothing'])

@@ -1,7 +1,7 @@
-"""See the gates: what a gated model does over a data set, as numbers, figures and a report
+"""Analysis of gated models over a data set: numbers, figures and a report
 
-Counting and recording gates needs numpy and torch only. Measures, figures and reports need the extra `analysis`
-(matplotlib, SciPy, PyArrow) and are imported on first use.
+Statistics and records need only numpy and torch. Measures, figures and reports need the extra `analysis` (matplotlib,
+SciPy, PyArrow) and are imported on first use.
 
 Example:
     >>> record = record_classifier(model, loader, class_names)
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .sources import Data, create_data, create_network, find_device, note_untrained, parse_checkpoint, title
     from .tradeoff import group_points, load_points, trade_off_figure
 
-# Where each name is that is imported on first use
+# Names imported on first use, by module
 _LAZY = {
     'figures': (
         'class_similarity_figure', 'firing_figure', 'gate_distribution_figure', 'gates_over_training_figure',

@@ -1,10 +1,11 @@
-"""Figures of gates, each a pure function that returns a matplotlib Figure
+"""Figures of gates. Each is a pure function that returns a matplotlib Figure.
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
-The paper's Figures 1b, 5 and 6 and what its text says of classes, for any gated model. All are narrow, so that they can
-be read on a phone. None uses pyplot, whose global state would leak into a user's session.
+The paper's Figures 1b, 5 and 6 and the class similarity that its text describes, for any gated model. Figures are
+narrow enough for a phone and do not use pyplot, whose global state would leak into the user's session.
 """
+from itertools import cycle
 from typing import Any, List, Mapping, Optional, Sequence
 
 import numpy as np
@@ -25,11 +26,11 @@ __all__ = [
 
 WIDTH = 5.  # inches
 KIND_COLOURS = {'always_on': '#31688e', 'conditional': '#35b779', 'always_off': '#c8c8c8'}
-CLASS_COLOURS = ('#d55e00', '#0072b2', '#cc79a7', '#e69f00', '#009e73', '#56b4e9')  # for colour-blind eyes too
+CLASS_COLOURS = ('#d55e00', '#0072b2', '#cc79a7', '#e69f00', '#009e73', '#56b4e9')  # safe for colour-blind readers
 
 
 def short_layers(names: Sequence[str]) -> List[str]:
-    """Names of gate modules without the parts that all of them share."""
+    """Names of gate modules without their common prefix and suffix."""
     if len(names) < 2:
         return list(names)
     parts = [name.split('.') for name in names]
@@ -44,7 +45,7 @@ def short_layers(names: Sequence[str]) -> List[str]:
 
 
 def _grid(count: int, columns: int, row_height: float, sharey: bool = False) -> tuple:
-    """A figure of panels; those left over are taken out."""
+    """Figure with a grid of `count` panels, and the panels."""
     columns = min(columns, count)
     rows = -(-count // columns)
     figure = Figure(figsize=(WIDTH, row_height * rows + 0.6), layout='constrained')
@@ -55,13 +56,13 @@ def _grid(count: int, columns: int, row_height: float, sharey: bool = False) -> 
 
 
 def gate_distribution_figure(distributions: Mapping[str, Mapping[str, GateCounts]]) -> Figure:
-    """Share of the gates of each layer that are always on, conditional and always off; models side by side.
+    """Draw the share of always-on, conditional and always-off gates per layer, with models side by side.
 
     Args:
-        distributions: For each model, by its name, the counts of its layers.
+        distributions: Gate counts per layer, by model name.
     """
     if not distributions:
-        raise ValueError('a distribution of gates needs at least one model, got none.')
+        raise ValueError('distributions must hold at least one model, got none.')
     rows = max(len(layers) for layers in distributions.values())
     figure = Figure(figsize=(WIDTH, 1.2 + 0.24 * max(rows, 4)), layout='constrained')
     axes = figure.subplots(1, len(distributions), squeeze=False)[0]
@@ -85,27 +86,27 @@ def gate_distribution_figure(distributions: Mapping[str, Mapping[str, GateCounts
 
 
 def firing_figure(record: GateRecord, classes: Sequence[str] = (), max_layers: int = 18) -> Figure:
-    """For each layer, how often each filter runs, sorted by its frequency over the whole set; classes laid over it.
+    """Draw how often each filter runs, per layer, sorted by its frequency over the data set.
 
     Args:
-        record: Of a pass over a data set.
-        classes: Names of classes to lay over.
-        max_layers: Draw so many layers, evenly spaced, if there are more.
+        record: Record of a pass over a data set.
+        classes: Names of classes to draw on top.
+        max_layers: Maximum number of layers; evenly spaced ones are drawn if there are more.
     """
     spans = list(record.spans())
     if not spans:
         raise ValueError('the record has no gates to draw.')
     indices = [record.class_index(name) for name in classes]
-    chosen = np.unique(np.linspace(0, len(spans) - 1, min(max_layers, len(spans))).round().astype(int))
+    chosen = spread_over(np.arange(len(spans)), max_layers)
     titles = short_layers(list(record.layers))
     figure, axes = _grid(len(chosen), 3, 1.35, sharey=True)
     for axis, position in zip(axes, chosen, strict=True):
         span = spans[position][1]
         share = 100 * record.open_share[span]
         order = np.argsort(-share, kind='stable')
-        x = np.arange(len(order) + 1)  # steps, so that a layer of few filters shows each of them
+        x = np.arange(len(order) + 1)  # steps show each filter of a small layer
         axis.stairs(share[order], x, fill=True, color='#d9d9d9', label='all images')
-        for colour, index in zip(_cycle(len(indices)), indices, strict=True):
+        for colour, index in zip(cycle(CLASS_COLOURS), indices, strict=False):
             axis.stairs(
                 100 * record.open_share_by_class[index, span][order], x, color=colour, linewidth=1,
                 label=record.class_names[index])
@@ -119,21 +120,17 @@ def firing_figure(record: GateRecord, classes: Sequence[str] = (), max_layers: i
     return figure
 
 
-def _cycle(count: int) -> List[str]:
-    return [CLASS_COLOURS[i % len(CLASS_COLOURS)] for i in range(count)]
-
-
 def prior_figure(record: GateRecord, prior: Prior, gates: Optional[Sequence[str]] = None) -> Figure:
-    """Empirical CDF of sigmoid(logit) of some gates over the data set, against the CDF of the prior.
+    """Draw the empirical CDF of sigmoid(logit) of some gates over the data set against the CDF of the prior.
 
     Args:
-        record: Of a pass over a data set.
-        prior: Of the batch-shaping loss.
-        gates: Names of gates, such as 'layer1.0.gate1/3'. By default four: the one closest to the prior, the one
-            farthest from it and two between.
+        record: Record of a pass over a data set.
+        prior: Prior of the batch-shaping loss.
+        gates: Names of gates, such as 'layer1.0.gate1/3'. Default: the closest to the prior, the farthest and two
+            in between.
     """
     if not len(record.open_share):
-        raise ValueError('the record has no gates to compare with a prior.')
+        raise ValueError('the record has no gates to compare with the prior.')
     distance = prior_distance(record, prior)
     chosen = spread_over(distance, 4) if gates is None else [record.gate_index(name) for name in gates]
     edges = np.linspace(0, 1, record.histogram.shape[1] + 1)
@@ -154,11 +151,11 @@ def prior_figure(record: GateRecord, prior: Prior, gates: Optional[Sequence[str]
 
 
 def gates_over_training_figure(snapshots: Snapshots, gates: Optional[Sequence[str]] = None) -> Figure:
-    """Distribution of single gates over training, the paper's Figure 1b, below the weights of the losses.
+    """Draw the distribution of single gates over training (the paper's Figure 1b) below the loss weights.
 
     Args:
-        snapshots: Recorded by a training.
-        gates: Names of recorded gates. By default four: the ones that ended most and least open and two between.
+        snapshots: Snapshots of a training run.
+        gates: Names of recorded gates. Default: the most open at the end, the least open and two in between.
     """
     if gates is None:
         chosen = spread_over(-snapshots.mean()[-1], 4)
@@ -192,11 +189,11 @@ def gates_over_training_figure(snapshots: Snapshots, gates: Optional[Sequence[st
 
 
 def class_similarity_figure(similarity: ClassSimilarity, max_labels: int = 60) -> Figure:
-    """Clustered heat map of how alike classes are in the filters that they use.
+    """Draw a clustered heat map of the similarity of classes in the filters they use.
 
     Args:
-        similarity: Of the classes.
-        max_labels: Leave out the names of classes if there are more.
+        similarity: Class similarity.
+        max_labels: Maximum number of classes drawn with names.
     """
     count = len(similarity.names)
     figure = Figure(figsize=(WIDTH, WIDTH + 0.7), layout='constrained')
@@ -232,6 +229,6 @@ def _similarity_title(similarity: ClassSimilarity) -> str:
 def _draw_tree(axis: Axes, linkage: np.ndarray, count: int) -> None:
     drawing = hierarchy.dendrogram(linkage, no_plot=True)
     for x, y in zip(drawing['icoord'], drawing['dcoord'], strict=True):
-        axis.plot((np.array(x) - 5) / 10, y, color='#555555', linewidth=1)  # SciPy puts leaves at 5, 15, 25, ...
+        axis.plot((np.array(x) - 5) / 10, y, color='#555555', linewidth=1)  # SciPy places leaves at 5, 15, 25, ...
     axis.set_xlim(-0.5, count - 0.5)
     axis.set_axis_off()

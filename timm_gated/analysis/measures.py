@@ -1,9 +1,9 @@
-"""Numbers about gates, each a pure function of a `GateRecord`
+"""Measures of gates. Each is a pure function of a `GateRecord`.
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
 The paper shows by example that rare gates belong to few classes, that similar classes use similar filters and that hard
-images cost more. Here each of these has a number, defined where it is computed.
+images cost more. This module measures each of these.
 """
 import copy
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ __all__ = [
 
 
 def summary(record: GateRecord, threshold: float = 0.99) -> Dict[str, Any]:
-    """The figures of a table: accuracy, MACs, parameters and gates. What does not apply is None.
+    """Summarise accuracy, MACs, parameters and gates. Values that do not apply are None.
 
     Args:
-        record: Of a pass over a data set.
+        record: Record of a pass over a data set.
         threshold: Share of inputs above which a gate counts as always on or always off.
     """
     gated = bool(record.layers)
@@ -54,11 +54,11 @@ class SpecialisedGate:
     """A gate that fires rarely.
 
     Attributes:
-        index: Of the gate.
-        name: Its module's name, a slash and its index there.
-        open_share: Share of the inputs for which it was open.
-        classes: The classes that trigger it most, as (name, share of the class's inputs for which it was open).
-        examples: Inputs with its highest logits, among those for which it was open.
+        index: Index of the gate in the record.
+        name: Module name, a slash and the index within the module.
+        open_share: Share of inputs for which the gate was open.
+        classes: Classes that open the gate most often, as (name, share of the class's inputs).
+        examples: Indices of the inputs with the highest logits, among those that open the gate.
     """
     index: int
     name: str
@@ -73,19 +73,18 @@ def specialised_gates(
         rare: float = 0.1,
         num_classes: int = 4,
 ) -> List[SpecialisedGate]:
-    """The gates that are barely on, as the paper's figure has them: of each layer the rarest, of these the rarest few.
+    """Find rarely open gates: the rarest of each layer, then the rarest of these, as in the paper's figure.
 
-    A gate must have fired for as many inputs as the record keeps examples, so that one odd image is not a pattern.
+    A gate must be open for at least as many inputs as the record keeps examples.
 
     Args:
-        record: Of a pass over a data set.
-        count: How many gates, at most; they come in the order of the network.
-        rare: Share of the inputs for which such a gate may be open, at most.
-        num_classes: How many classes to name, at most.
+        record: Record of a pass over a data set.
+        count: Maximum number of gates, returned in the order of the network.
+        rare: Maximum share of inputs for which a gate may be open.
+        num_classes: Maximum number of classes to name per gate.
     """
     fires = record.open_share * record.num_samples
-    # (a share times a count may fall short of the whole number by rounding)
-    fits = (record.open_share <= rare) & (fires > record.examples.shape[1] - 0.5)
+    fits = (record.open_share <= rare) & (fires > record.examples.shape[1] - 0.5)  # 0.5: rounding of the product
     rarest = []
     for _, span in record.spans():
         candidates = span.start + np.flatnonzero(fits[span])
@@ -107,11 +106,11 @@ def specialised_gates(
 
 @dataclass
 class Difficulty:
-    """Does the network spend more on hard inputs? Correlations are Spearman's, None where one side is constant.
+    """Relation of MACs to difficulty. Correlations are Spearman's, None if one side is constant.
 
     Attributes:
-        macs_right: Mean MACs of the inputs that were right (of label maps: the better half), None if there are none.
-        macs_wrong: Mean MACs of the others, None if there are none.
+        macs_right: Mean MACs of correct inputs (for label maps: the more accurate half), None if there are none.
+        macs_wrong: Mean MACs of the other inputs, None if there are none.
         macs_confidence: Correlation of MACs and confidence over inputs.
         macs_correct: Correlation of MACs and correctness over inputs.
     """
@@ -122,7 +121,7 @@ class Difficulty:
 
 
 def right_inputs(record: GateRecord) -> np.ndarray:
-    """Which inputs were right, [N] of booleans; of label maps, the half with the higher accuracy."""
+    """Mask of correct inputs, [N]; for label maps, of the half with the higher accuracy."""
     return record.correct > 0.5 if record.labelled else record.correct > np.median(record.correct)
 
 
@@ -133,7 +132,7 @@ def _spearman(x: np.ndarray, y: np.ndarray) -> Optional[float]:
 
 
 def difficulty(record: GateRecord) -> Difficulty:
-    """MACs of inputs against how well the model did on them."""
+    """Compare the MACs of inputs with their correctness and confidence."""
     right = right_inputs(record)
     macs_right, macs_wrong = (
         float(record.macs[chosen].mean()) if chosen.any() else None for chosen in (right, ~right))
@@ -143,17 +142,16 @@ def difficulty(record: GateRecord) -> Difficulty:
 
 @dataclass
 class ClassSimilarity:
-    """How alike the classes are in the filters that they use.
+    """Similarity of classes in the filters they use.
 
     Attributes:
-        names: Of the classes that occur, in the order of the clustering.
-        correlation: Between the firing patterns of classes, in that order, [C, C]. A pattern is the share of the
-            class's inputs for which each gate was open, less the mean over the classes.
-        linkage: The clustering (average linkage of 1 - correlation), as SciPy has it.
-        cophenetic: How well the clustering's tree represents the distances: their correlation with those in the tree.
-        confusion: Spearman correlation, over pairs of classes, of their firing patterns' correlation with how often the
-            model takes one for the other. Positive if classes that look alike use similar filters. None for label
-            maps, and if it never mistakes one class for another.
+        names: Names of the classes that occur, in the order of the clustering.
+        correlation: Correlation of the firing patterns of classes, in that order, [C, C]. A firing pattern is the share
+            of the class's inputs for which each gate was open, minus the mean over classes.
+        linkage: SciPy linkage matrix (average linkage of 1 - correlation).
+        cophenetic: Cophenetic correlation of the clustering.
+        confusion: Spearman correlation, over pairs of classes, of their correlation with their confusion rate. Positive
+            if classes that look alike use similar filters. None for label maps and if no classes are confused.
         within: Mean correlation of two classes of the same group, None without groups.
         between: Mean correlation of two classes of different groups, None without groups.
     """
@@ -170,20 +168,20 @@ def class_similarity(record: GateRecord, groups: Optional[Mapping[str, Sequence[
     """Compare classes by their firing patterns.
 
     Args:
-        record: Of a pass over a data set.
-        groups: Names of classes by the name of their group, such as animals and vehicles; others are in no group.
+        record: Record of a pass over a data set.
+        groups: Class names by group name, such as animals and vehicles. Other classes are in no group.
     """
     present = record.present_classes()
     if len(present) < 3:
         raise ValueError(
-            f'classes can be compared from three on, and {len(present)} occur in this data: '
-            f'{", ".join(record.class_names[k] for k in present)}. Analyse a data set with more classes.')
+            f'class similarity needs at least three classes, but the data has {len(present)}: '
+            f'{", ".join(record.class_names[k] for k in present)}.')
     patterns = record.open_share_by_class[present]
     patterns = patterns - patterns.mean(0)
-    if np.abs(patterns).max(axis=1).min() < 1e-12:  # (nothing but rounding)
+    if np.abs(patterns).max(axis=1).min() < 1e-12:  # equal up to rounding
         raise ValueError(
-            'the gates fire alike for every class, so classes cannot be compared by them. Gates that are always on or '
-            'off do so, and label maps that all show the same classes.')
+            'the gates fire equally for every class, so classes cannot be compared. This happens if all gates are '
+            'always on or off, or if all label maps show the same classes.')
     correlation = np.corrcoef(patterns)
     distances = squareform(1 - correlation, checks=False).clip(min=0)
     linkage = hierarchy.linkage(distances, 'average', optimal_ordering=True)
@@ -223,7 +221,7 @@ def _group_means(
     group_of: Dict[str, str] = {}
     for group, members in groups.items():
         for name in members:
-            record.class_index(name)  # refuses unknown classes and those that never occur
+            record.class_index(name)  # raises for unknown and absent classes
             if name in group_of:
                 raise ValueError(f"the class '{name}' is in two groups, '{group_of[name]}' and '{group}'.")
             group_of[name] = group
@@ -236,47 +234,45 @@ def _group_means(
                 pairs.append(similarity.correlation[i, j])
     if not same or not different:
         raise ValueError(
-            f'groups must give pairs of classes within and between groups, got {dict(groups)}: at least two groups, '
-            f'and one of them with two classes.')
+            f'groups must hold at least two groups, one of them with at least two classes, got {dict(groups)}.')
     return float(np.mean(same)), float(np.mean(different))
 
 
 def prior_cdf(prior: Prior, num_gates: int, points: np.ndarray) -> np.ndarray:
-    """CDF of the prior of each gate, [points, gates]: a prior may have parameters of its own for each.
+    """CDF of the prior per gate, [points, gates]. A prior may have parameters per gate.
 
     Args:
-        prior: Of the batch-shaping loss.
+        prior: Prior of the batch-shaping loss.
         num_gates: Number of gates.
-        points: Where to evaluate, in [0, 1].
+        points: Points in [0, 1] to evaluate the CDF at.
     """
     x = torch.from_numpy(points).float()[:, None].expand(-1, num_gates)
     with torch.no_grad():
-        return copy.deepcopy(prior).cpu().cdf(x).numpy()  # (the model keeps its prior where it is)
+        return copy.deepcopy(prior).cpu().cdf(x).numpy()  # a copy: the prior of the model stays on its device
 
 
 def prior_distance(record: GateRecord, prior: Prior) -> np.ndarray:
-    """How far each gate's distribution over the data set is from the prior, [gates].
+    """Distance of each gate's distribution over the data set from the prior, [gates].
 
-    It is the batch-shaping loss of the whole set, the Cramér-von-Mises distance, up to the width of the histogram's
-    bins.
+    This is the batch-shaping loss (Cramér-von-Mises distance) of the data set, up to the bin width of the histogram.
 
     Args:
-        record: Of a pass over a data set.
-        prior: Of the batch-shaping loss.
+        record: Record of a pass over a data set.
+        prior: Prior of the batch-shaping loss.
     """
     num_gates, bins = record.histogram.shape
     weight = record.histogram / record.num_samples
-    empirical = weight.cumsum(1) - weight / 2  # at the centres of the bins
+    empirical = weight.cumsum(1) - weight / 2  # at the bin centres
     prior_values = prior_cdf(prior, num_gates, (np.arange(bins) + 0.5) / bins).T
     return (weight * (empirical - prior_values) ** 2).sum(1)
 
 
 def spread_over(values: np.ndarray, count: int) -> List[int]:
-    """Indices of the smallest value, the largest, and some evenly between, by rank.
+    """Indices of the smallest and the largest value and of evenly spaced ranks in between.
 
     Args:
-        values: The values.
-        count: How many to choose, at most.
+        values: Values to rank.
+        count: Maximum number of indices.
     """
     order = np.argsort(values, kind='stable')
     return order[np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))].tolist()

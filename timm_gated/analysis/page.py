@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that needs no other file and no network, for phones and desktops"""
+"""HTML page of a report: one self-contained file for phones and desktops"""
 import base64
 import html
 import io
@@ -28,7 +28,7 @@ td { text-align: right; }
 
 @dataclass
 class Section:
-    """One figure of a report, or the reason why there is none."""
+    """One figure of a report, or the reason why it is missing."""
     key: str
     title: str
     text: str
@@ -36,7 +36,7 @@ class Section:
 
 
 def write_figure(folder: Path, section: Section) -> bytes:
-    """Write a section's figure as PNG and SVG; returns the PNG, empty if there is no figure."""
+    """Write the figure of a section as PNG and SVG and return the PNG, empty without a figure."""
     if section.figure is None:
         return b''
     buffer = io.BytesIO()
@@ -47,16 +47,16 @@ def write_figure(folder: Path, section: Section) -> bytes:
 
 
 def _rows(result: Mapping[str, Any]) -> List[Tuple[str, str]]:
-    """The table at the top of the page."""
+    """Rows of the table at the top of the page."""
     accuracy = ('top-1', result['top1']) if 'top1' in result else ('pixel accuracy', result['pixel_accuracy'])
     rows = [('images', f'{result["num_samples"]:,}'), (accuracy[0], f'{accuracy[1]:.2f} %')]
     if result['top5'] is not None:
         rows.append(('top-5', f'{result["top5"]:.2f} %'))
     used, parameters = result['parameters_used'] / 1e6, result['parameters'] / 1e6
     return rows + [
-        ('MACs a sample, on average', f'{result["mean_macs"] / 1e6:,.2f} M'),
-        ('share of the dense network', f'{result["macs_share"]:.1%}'),
-        ('parameters used, on average', f'{used:.3f} M of {parameters:.3f} M'),
+        ('mean MACs per sample', f'{result["mean_macs"] / 1e6:,.2f} M'),
+        ('share of the dense MACs', f'{result["macs_share"]:.1%}'),
+        ('mean parameters used', f'{used:.3f} M of {parameters:.3f} M'),
         ('gates', f'{result["num_gates"]:,}, {result["gate_density"]:.1%} open on average'),
         ('always on / conditional / always off', ' / '.join(str(result[kind]) for kind in GateCounts._fields)),
     ]
@@ -69,17 +69,17 @@ def render_page(
         sections: Sequence[Section],
         pictures: Sequence[bytes],
 ) -> str:
-    """The page, with its pictures inside.
+    """Render the page with embedded images.
 
     Args:
-        title: Of the page.
-        about: What was analysed.
-        content: The numbers of the report, as in its gates.json.
-        sections: Its sections.
-        pictures: Their figures as PNG, or nothing.
+        title: Title of the page.
+        about: Description of model and data.
+        content: Content of gates.json.
+        sections: Sections of the report.
+        pictures: PNG of each section's figure, empty without a figure.
     """
     absent = ', '.join(entry['name'] for entry in content['classes'] if not entry['num_samples'])
-    note = f'<p class="about">Classes without an image, left out: {html.escape(absent)}.</p>' if absent else ''
+    note = f'<p class="about">Classes without images: {html.escape(absent)}.</p>' if absent else ''
     table = ''.join(
         f'<tr><th scope="row">{html.escape(label)}</th><td>{html.escape(value)}</td></tr>'
         for label, value in _rows(content['results'][0]))

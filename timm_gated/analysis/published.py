@@ -1,10 +1,10 @@
-"""Points of the paper for trade-off figures, as it prints them
+"""Published points for trade-off figures
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
-ImageNet: its Table 1, top-1 in percent against average MACs of an image of the validation set. Cityscapes: its text,
-IoU in percent against the share of PSPNet's MACs. Its CIFAR-10 results, and the other ImageNet points, are printed only
-as drawings; they are not here.
+ImageNet: Table 1, top-1 accuracy in percent and mean MACs per image on the validation set. Cityscapes: from the text,
+IoU in percent and the share of PSPNet's MACs. Results that the paper only plots (CIFAR-10, other ImageNet points) are
+not included.
 """
 from typing import Dict, NamedTuple, Optional, Tuple
 
@@ -15,11 +15,11 @@ class Point(NamedTuple):
     """One network in a trade-off figure.
 
     Attributes:
-        name: Of the network or run.
-        series: Points of one series are joined by a line.
-        accuracy: In percent.
-        macs: Average MACs of an input, None if only the share is known.
-        share: The same over those of the dense network.
+        name: Name of the network or run.
+        series: Name of the series; its points are joined by a line.
+        accuracy: Accuracy in percent.
+        macs: Mean MACs per input, None if only the share is known.
+        share: Mean MACs as a share of the dense network's.
         source: 'measured' or 'published'.
     """
     name: str

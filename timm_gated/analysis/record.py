@@ -1,9 +1,9 @@
-"""What the gates of a model did over a data set
+"""Record of the gates of a model over a data set
 
-One pass over the data fills a `GateRecord`, from which all figures and numbers follow. It is made of counters: for each
-gate, how often it was open, in all and within each class, and a histogram of its sigmoid(logit); and the few inputs
-that moved it most. Of an input itself stay its MACs, label, prediction and confidence, 24 bytes; what single gates
-decided for it is not kept. So ImageNet's validation set takes a megabyte more than a few batches.
+One pass over the data fills a `GateRecord`, the source of all figures and measures. It keeps counters: how often each
+gate was open, overall and per class, a histogram of its sigmoid(logit), and the few inputs with its highest logits. Per
+input it keeps MACs, label, prediction and confidence (24 bytes), but not the decisions of single gates. A record of the
+ImageNet validation set is about a megabyte larger than one of a few batches.
 
 Works on every model whose gates follow the protocol of `timm_gated.gates`.
 """
@@ -21,32 +21,31 @@ from .statistics import GateCounts, GateStatistics, gate_kinds
 
 __all__ = [
     'GateRecord', 'Outcome', 'Recorder', 'check_gated', 'classification_outcome', 'classification_step',
-    'record_classifier', 'record_gates',
+    'record_classifier', 'record_gates', 'shorten',
 ]
 
-BINS = 100  # of the histogram of sigmoid(logit)
+BINS = 100  # histogram bins of sigmoid(logit)
 
 
 def check_gated(model: nn.Module) -> nn.Module:
-    """Return a model that has gates; otherwise raise a ValueError."""
+    """Return the model. Raise a ValueError if it has no gates."""
     if not gates(model):
         raise ValueError(
-            f'this {type(model).__name__} has no gates, so there is nothing to see. Gated timm models are listed by '
-            f'timm_gated.list_gated_models().')
+            f'this {type(model).__name__} has no gates. timm_gated.list_gated_models() lists the gated models.')
     return model
 
 
 @dataclass
 class Outcome:
-    """How a batch went.
+    """Labels and predictions of a batch.
 
     Attributes:
-        members: Which classes each input belongs to, [N, num_classes] of booleans.
-        correct: Share of each input that was right: 0 or 1 for an image, in between for a label map. [N]
-        confidence: Probability that the model gave to its prediction, averaged over a label map. [N]
+        members: Class membership of each input, boolean [N, num_classes].
+        correct: Correct share of each input, [N]: 0 or 1 for an image, in between for a label map.
+        confidence: Probability of the prediction, averaged over a label map, [N].
         label: Class of each input, [N]; None for label maps.
         prediction: Predicted class of each input, [N]; None for label maps.
-        correct_top5: Whether the class was among the first five, [N]; None where that means nothing.
+        correct_top5: Whether the class is in the top 5, boolean [N]; None if it does not apply.
     """
     members: torch.Tensor
     correct: torch.Tensor
@@ -58,29 +57,29 @@ class Outcome:
 
 @dataclass
 class GateRecord:
-    """What the gates of a model did over a data set of N inputs, C classes.
+    """Record of the gates of a model over a data set of N inputs and C classes.
 
-    Gates of all modules stand side by side, in the order of `layers`; a model without gates has none.
+    The gates of all modules are concatenated in the order of `layers`. A model without gates has none.
 
     Attributes:
-        layers: Number of gates of each gate module, by its name.
+        layers: Number of gates per gate module, by module name.
         class_names: Names of the classes.
-        class_counts: Inputs of each class, [C].
-        open_share: Share of the inputs for which each gate was open, [gates].
-        open_share_by_class: The same within each class, [C, gates]; NaN where a class never occurred.
-        histogram: Of each gate's sigmoid(logit) over equal bins of [0, 1], [gates, bins].
-        examples: Of the inputs for which each gate was open, those with the highest logits, best first, [gates,
-            examples]; -1 where there are no more.
+        class_counts: Number of inputs per class, [C].
+        open_share: Share of inputs for which each gate was open, [gates].
+        open_share_by_class: `open_share` within each class, [C, gates]; NaN for a class that does not occur.
+        histogram: Histogram of sigmoid(logit) per gate, over equal bins of [0, 1], [gates, bins].
+        examples: Indices of the inputs with the highest logits per gate, among those that open it, highest first,
+            [gates, examples]; padded with -1.
         macs: MACs of each input, [N].
-        dense_macs: MACs of an input in the plain network, on average: inputs may differ in size.
-        parameters: Parameters of the model.
-        parameters_used: Parameters that an input used, on average.
-        correct: Share of each input that was right, [N].
+        dense_macs: Mean MACs per input of the dense network; inputs may differ in size.
+        parameters: Number of parameters of the model.
+        parameters_used: Mean number of parameters used per input.
+        correct: Correct share of each input, [N].
         confidence: Probability of each input's prediction, [N].
         label: Class of each input, [N]; -1 for label maps.
         prediction: Predicted class of each input, [N]; -1 for label maps.
-        members: For label maps, the classes of each input, packed by `numpy.packbits`, [N, ceil(C / 8)].
-        top5: Share of the inputs whose class was among the first five, or None.
+        members: Class membership of each label map, packed by `numpy.packbits`, [N, ceil(C / 8)].
+        top5: Top-5 accuracy as a share, or None.
     """
     layers: Dict[str, int]
     class_names: List[str]
@@ -106,85 +105,84 @@ class GateRecord:
 
     @property
     def labelled(self) -> bool:
-        """Whether an input is of one class, as opposed to label maps."""
+        """Whether each input has one class, as opposed to a label map."""
         return bool((self.label >= 0).all())
 
     @property
     def macs_share(self) -> float:
-        """Mean MACs of an input, gates included, over those of the plain network."""
+        """Mean MACs per input, gates included, as a share of the dense network's."""
         return float(self.macs.mean() / self.dense_macs)
 
     def present_classes(self) -> List[int]:
-        """Classes that occur."""
+        """Indices of the classes that occur."""
         return np.flatnonzero(self.class_counts).tolist()
 
     def of_class(self, index: int) -> np.ndarray:
-        """Which inputs belong to a class, [N] of booleans."""
+        """Mask of the inputs of a class, [N]."""
         if self.labelled:
             return self.label == index
         return np.unpackbits(self.members[:, index // 8, None], axis=1)[:, index % 8].astype(bool)
 
     def class_index(self, name: str) -> int:
-        """Index of a class that occurs, by its name."""
+        """Index of a class by name. Raise a ValueError if the class does not occur."""
         if name not in self.class_names:
-            raise ValueError(f"there is no class '{name}'; the classes: {_shorten(self.class_names)}.")
+            raise ValueError(f"there is no class '{name}'; the classes: {shorten(self.class_names)}.")
         index = self.class_names.index(name)
         if not self.class_counts[index]:
             present = [self.class_names[i] for i in self.present_classes()]
-            raise ValueError(f"the class '{name}' never occurs in this data; choose among: {_shorten(present)}.")
+            raise ValueError(f"the class '{name}' does not occur in the data; choose one of: {shorten(present)}.")
         return index
 
     def spans(self) -> Iterator[Tuple[str, slice]]:
-        """Where the gates of each gate module are."""
+        """Name and gate indices of each gate module."""
         start = 0
         for name, count in self.layers.items():
             yield name, slice(start, start + count)
             start += count
 
     def gate_name(self, index: int) -> str:
-        """Name of a gate: its module's name, a slash and its index there."""
+        """Name of a gate: module name, a slash and the index within the module."""
         for name, span in self.spans():
             if index < span.stop:
                 return f'{name}/{index - span.start}'
         raise ValueError(f'there is no gate {index}; there are {len(self.open_share)}.')
 
     def gate_index(self, name: str) -> int:
-        """Index of a gate by its name, the inverse of `gate_name`."""
+        """Index of a gate by name, the inverse of `gate_name`."""
         layer, _, number = name.rpartition('/')
         for known, span in self.spans():
             if known == layer and number.isdecimal() and int(number) < span.stop - span.start:
                 return span.start + int(number)
         raise ValueError(
-            f"there is no gate '{name}'. A gate is written MODULE/INDEX, the modules being {_shorten(self.layers)}.")
+            f"there is no gate '{name}'. Write a gate as MODULE/INDEX; the modules: {shorten(self.layers)}.")
 
     def kinds(self, threshold: float = 0.99) -> np.ndarray:
-        """What each gate does, as an index into `GateCounts`: 0 always on, 1 conditional, 2 always off."""
+        """Kind of each gate as an index into `GateCounts`: 0 always on, 1 conditional, 2 always off."""
         return gate_kinds(torch.from_numpy(self.open_share), threshold).numpy()
 
     def counts(self, threshold: float = 0.99) -> GateCounts:
-        """How many gates are always on, conditional and always off."""
-        return GateCounts(*np.bincount(self.kinds(threshold), minlength=len(GateCounts._fields)).tolist())
+        """Number of gates of each kind."""
+        return GateCounts.of(self.kinds(threshold))
 
     def counts_by_layer(self, threshold: float = 0.99) -> Dict[str, GateCounts]:
-        """How many gates of each module are always on, conditional and always off."""
+        """Number of gates of each kind per gate module."""
         kinds = self.kinds(threshold)
-        return {
-            name: GateCounts(*np.bincount(kinds[span], minlength=len(GateCounts._fields)).tolist())
-            for name, span in self.spans()}
+        return {name: GateCounts.of(kinds[span]) for name, span in self.spans()}
 
 
-def _shorten(names: Iterable[str], limit: int = 12) -> str:
+def shorten(names: Iterable[str], limit: int = 12) -> str:
+    """First names of a list and its length, for error messages."""
     names = list(names)
     return ', '.join(names[:limit]) + (f' … ({len(names)} in all)' if len(names) > limit else '')
 
 
 class Recorder:
-    """Fills a `GateRecord`, batch by batch.
+    """Fills a `GateRecord` batch by batch.
 
     Args:
-        model: The model, in evaluation mode.
+        model: Model in evaluation mode.
         class_names: Names of the classes.
-        num_examples: How many inputs to remember for each gate.
+        num_examples: Number of inputs to keep per gate.
 
     Example:
         >>> recorder = Recorder(model, class_names)
@@ -203,23 +201,23 @@ class Recorder:
         self._statistics = GateStatistics(len(self._class_names))
         self._class_counts = np.zeros(len(self._class_names), dtype=np.int64)
         self._histogram: Any = 0
-        self._best: Any = None  # logits of the examples and their indices, each [examples, gates]
+        self._best: Any = None  # logits and indices of the examples, each [examples, gates]
         self._num_examples = num_examples
         self._num_samples = 0
         self._dense_macs = self._parameters_used = 0.
         self._top5: Optional[float] = 0.
-        # Contiguous: a small array for every batch, kept, would pin the memory of all that was freed around it.
+        # Contiguous: keeping a small array per batch would fragment the memory.
         self._columns: Dict[str, Any] = {
             'macs': array('q'), 'correct': array('f'), 'confidence': array('f'), 'label': array('i'),
             'prediction': array('i'), 'members': array('B')}
 
     def batch(self) -> MacCounter:
-        """Context in which to run the model on one batch."""
+        """Context manager to run the model on one batch in."""
         return self._counter
 
     @torch.no_grad()
     def update(self, outcome: Outcome) -> None:
-        """Take in the last batch."""
+        """Add the last batch."""
         macs = self._counter.macs()
         num_samples = len(outcome.members)
         if self._gates:
@@ -252,10 +250,10 @@ class Recorder:
             names = [name for name, gate in self._gates for _ in range(gate.num_gates)]
             raise ValueError(
                 f"a logit of gate '{names[index]}' is NaN for input {self._num_samples + sample}: the weights or the "
-                f'input are not finite. Was the training stable, and is the input normalised as in training?')
+                f'input are not finite. Check that training was stable and the input is normalised as in training.')
         self._histogram = self._histogram + histograms(torch.sigmoid(logits), BINS)
         decisions = torch.cat([gate.decision for _, gate in self._gates], dim=1)  # type: ignore[misc]
-        logits = logits.masked_fill(decisions == 0, -torch.inf)  # examples are inputs for which the gate was open
+        logits = logits.masked_fill(decisions == 0, -torch.inf)  # examples must open the gate
         indices = torch.arange(self._num_samples, self._num_samples + len(logits), device=logits.device)
         indices = indices[:, None].expand_as(logits)
         if self._best is not None:
@@ -264,9 +262,9 @@ class Recorder:
         self._best = values, indices.gather(0, order)
 
     def record(self) -> GateRecord:
-        """What was seen so far."""
+        """Record of the batches so far."""
         if not self._num_samples:
-            raise ValueError('the data set is empty: no input was seen. Is the path right, and the split?')
+            raise ValueError('the data set is empty. Check its path and split.')
         num_classes = len(self._class_names)
         open_share, by_class = np.zeros(0), np.zeros((num_classes, 0))
         examples, histogram = np.zeros((0, self._num_examples), dtype=np.int64), np.zeros((0, BINS), dtype=np.int64)
@@ -295,20 +293,20 @@ class Recorder:
 
 
 def classification_outcome(output: torch.Tensor, labels: torch.Tensor, num_classes: int) -> Outcome:
-    """How a batch of a classifier went.
+    """Outcome of a batch of a classifier.
 
     Args:
         output: Logits, [N, outputs].
         labels: Class of each image, [N].
-        num_classes: Number of classes of the data, at most that of the outputs.
+        num_classes: Number of classes of the data, at most the number of outputs.
     """
     if not output.isfinite().all():
         raise ValueError(
-            'the output of the model is not finite (NaN or infinity): the weights or the input are broken. Was the '
-            'training stable, and is the input normalised as in training?')
+            'the output of the model is not finite: the weights or the input hold NaN or infinity. Check that training '
+            'was stable and that the input is normalised as in training.')
     if num_classes > output.shape[1]:
         raise ValueError(
-            f'the data has {num_classes} classes, but the model has {output.shape[1]} outputs. Is --num-classes right?')
+            f'the data has {num_classes} classes, but the model has {output.shape[1]} outputs. Check --num-classes.')
     confidence, prediction = torch.softmax(output.float(), dim=1).max(dim=1)
     in_top5 = None
     if output.shape[1] > 5:
@@ -331,14 +329,14 @@ def record_gates(
         step: Callable[[Any], Outcome],
         num_examples: int = 8,
 ) -> GateRecord:
-    """Run a model over a data set and record what its gates do.
+    """Run a model over a data set and record its gates.
 
     Args:
-        model: The model; it is put into evaluation mode. One without gates gives a record without gates.
-        loader: Yields batches, in the order of the data set.
+        model: Model, put into evaluation mode. Without gates, the record has none.
+        loader: Batches in the order of the data set.
         class_names: Names of the classes.
-        step: Runs the model on a batch and tells how it went.
-        num_examples: How many inputs to remember for each gate.
+        step: Function that runs the model on a batch and returns the outcome.
+        num_examples: Number of inputs to keep per gate.
     """
     model.eval()
     recorder = Recorder(model, class_names, num_examples)
@@ -354,12 +352,12 @@ def classification_step(
         num_classes: int,
         outputs: Optional[Sequence[int]] = None,
 ) -> Callable[[Any], Outcome]:
-    """Step of a classifier for `record_gates`, over batches (images, labels).
+    """Create the step of a classifier for `record_gates`, on batches (images, labels).
 
     Args:
-        model: The model.
-        num_classes: Number of classes of the data; every label must be below it.
-        outputs: Outputs of the model to choose among, as labels number them; all by default.
+        model: Classifier.
+        num_classes: Number of classes of the data; labels must be below it.
+        outputs: Indices of the outputs to use, in the order of the labels; all by default.
     """
     device = next(model.parameters()).device
 
@@ -367,18 +365,18 @@ def classification_step(
         images, labels = (part.to(device) for part in batch)
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
             raise ValueError(
-                f'a label is {int(labels.min())} or {int(labels.max())}, but there are {num_classes} classes.')
+                f'labels must be in [0, {num_classes}), got {int(labels.min())} to {int(labels.max())}.')
         output = model(images)
         return classification_outcome(output if outputs is None else output[:, list(outputs)], labels, num_classes)
     return step
 
 
 def record_classifier(model: nn.Module, loader: Iterable[Any], class_names: Sequence[str]) -> GateRecord:
-    """Run a classifier over a data set and record what its gates do.
+    """Run a classifier over a data set and record its gates.
 
     Args:
-        model: The model; it is put into evaluation mode.
-        loader: Yields (images, labels), in the order of the data set.
+        model: Classifier, put into evaluation mode.
+        loader: Batches (images, labels) in the order of the data set.
         class_names: Names of the classes.
     """
     return record_gates(model, loader, class_names, classification_step(model, len(class_names)))

@@ -1,6 +1,6 @@
-"""A report on the gates of a model: figures, the numbers behind them, and one page that shows all
+"""Report on the gates of a model: figures, their data, and one page that shows everything
 
-The folder appears whole or not at all: it is written beside its place, under another name, and moved.
+The report is written to a temporary folder and moved into place once it is complete.
 """
 import json
 import math
@@ -43,21 +43,21 @@ Distribution = Mapping[str, GateCounts]
 
 @dataclass
 class ReportOptions:
-    """What a report shows beside the record itself.
+    """Options of a report.
 
     Attributes:
-        name: Of the model or run, for titles.
-        model: Name of its architecture.
-        checkpoint: Where its weights came from.
-        data: What it ran over.
-        classes: Classes to lay over the firing histograms; by default two that are alike and one that is not.
-        groups: Names of classes by group, for the similarity of classes.
-        gates: Gates to compare with the prior and to follow over training; by default some far apart.
-        prior: Prior of the batch-shaping loss; None if there was none.
-        snapshots: Of the training.
-        compare: Distributions of other models, by name, to be drawn beside this one's.
-        threshold: Share of inputs above which a gate counts as always on or always off.
-        rare: Share of the inputs for which a specialised gate may be open, at most.
+        name: Name of the model or run, for titles.
+        model: Name of the architecture.
+        checkpoint: Path of the weights.
+        data: Description of the data set.
+        classes: Classes to draw on the firing histograms; by default two similar ones and a dissimilar one.
+        groups: Class names by group name, for the similarity of classes.
+        gates: Gates to compare with the prior and to draw over training; by default evenly spaced ranks.
+        prior: Prior of the batch-shaping loss; None without one.
+        snapshots: Snapshots of the training run.
+        compare: Gate distributions of other models, by name, to draw side by side.
+        threshold: Share of inputs above which a gate counts as always on or off.
+        rare: Maximum share of inputs for which a specialised gate may be open.
     """
     name: str = 'gated network'
     model: str = ''
@@ -74,20 +74,20 @@ class ReportOptions:
 
 
 def check_target(folder: Union[str, Path], overwrite: bool = False) -> Path:
-    """Return a folder that may be written; refuse one that is there, unless it is a report to be overwritten."""
+    """Return the folder as a path. Raise a ValueError if it exists and is not a report to overwrite."""
     path = Path(folder)
     if not overwrite and (path.is_file() or path.is_dir() and any(path.iterdir())):
-        raise ValueError(f'{path} exists and is not empty: choose another output, or --overwrite.')
+        raise ValueError(f'{path} exists and is not empty: choose another output or use --overwrite.')
     if overwrite and path.exists() and not (path / 'gates.json').is_file() and (path.is_file() or any(path.iterdir())):
-        raise ValueError(f'{path} is no report (it has no gates.json) and will not be overwritten: choose another.')
+        raise ValueError(f'{path} is not a report (it has no gates.json): choose another output.')
     return path
 
 
 def load_distribution(path: Union[str, Path]) -> Dict[str, Distribution]:
-    """Distribution of the gates of another report, by its name.
+    """Load the gate distribution of another report, by the name of its model.
 
     Args:
-        path: The report's folder, or its gates.json.
+        path: Folder of the report, or its gates.json.
     """
     path = Path(path)
     path = path / 'gates.json' if path.is_dir() else path
@@ -99,8 +99,8 @@ def load_distribution(path: Union[str, Path]) -> Dict[str, Distribution]:
         return {content['results'][0]['name']: counts}
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, LookupError, TypeError) as error:
         raise ValueError(
-            f'{path} is no gates.json of a report: {type(error).__name__} {error}. `python tools/analyze_gates.py '
-            f'--output DIR` makes a report.') from error
+            f'{path} is not the gates.json of a report: {type(error).__name__} {error}. Write a report with '
+            f'`python tools/analyze_gates.py --output DIR`.') from error
 
 
 def write_report(
@@ -113,24 +113,24 @@ def write_report(
     """Write a report: index.html, PNG and SVG of every figure, gates.json, gates.parquet and samples.parquet.
 
     Args:
-        folder: Where to; it must not exist, or be empty, unless `overwrite`.
-        record: Of a pass over a data set.
-        fetch_image: Fetches an image by its index.
-        options: What to show.
-        overwrite: Replace an older report.
+        folder: Folder of the report. It must be new or empty, unless `overwrite`.
+        record: Record of a pass over a data set.
+        fetch_image: Function that returns an image by index.
+        options: Options of the report.
+        overwrite: Whether to replace an existing report.
 
     Returns:
-        The folder.
+        Folder of the report.
     """
     target = check_target(folder, overwrite)
     options = options or ReportOptions()
     if not record.layers:
-        raise ValueError('the record is of a model without gates: there is nothing to report.')
+        raise ValueError('the record has no gates to report on.')
     similarity, why_not = None, ''
     try:
         similarity = class_similarity(record, options.groups)
     except ValueError as error:
-        if options.groups:  # asked for
+        if options.groups:
             raise
         why_not = str(error)
     sections = report_sections(record, fetch_image, options, similarity, why_not)
@@ -153,7 +153,7 @@ def write_report(
 
 
 def _default_classes(similarity: Optional[ClassSimilarity]) -> List[str]:
-    """Two classes that are alike and the one that is least like the first of them."""
+    """The two most similar classes and the one least similar to the first."""
     if similarity is None:
         return []
     off_diagonal = similarity.correlation - 3 * np.eye(len(similarity.names))
@@ -168,14 +168,14 @@ def report_sections(
         similarity: Optional[ClassSimilarity],
         why_not: str,
 ) -> List[Section]:
-    """The sections of a report, with their figures.
+    """Sections of a report with their figures.
 
     Args:
-        record: Of a pass over a data set.
-        fetch_image: Fetches an image by its index.
-        options: What to show.
-        similarity: Of the classes, None if they cannot be compared.
-        why_not: The reason for that.
+        record: Record of a pass over a data set.
+        fetch_image: Function that returns an image by index.
+        options: Options of the report.
+        similarity: Class similarity, None if classes cannot be compared.
+        why_not: Reason why they cannot.
     """
     rare_gates = specialised_gates(record, rare=options.rare)
     classes = _default_classes(similarity) if options.classes is None else options.classes
@@ -187,19 +187,19 @@ def report_sections(
             gate_distribution_figure({options.name: record.counts_by_layer(options.threshold), **options.compare})),
         Section(
             'firing', 'How often each filter runs',
-            'For each layer, its filters from the most to the least used; grey: all images, lines: single classes.',
+            'Filters of each layer from most to least used. Grey: all images, lines: single classes.',
             firing_figure(record, classes)),
         Section(
             'specialised', 'Specialised gates',
-            f'Gates that are open for at most {options.rare:.0%} of the images, with the share of the images of each '
-            f'class that open them, and the images with their highest logits.',
+            f'Gates that are open for at most {options.rare:.0%} of the images, with the classes that open them most '
+            f'often and the images with the highest logits.',
             specialised_figure(rare_gates, fetch_image) if rare_gates else None),
         Section(
-            'extremes', 'The dearest and the cheapest images', 'Images with the highest and with the lowest MACs.',
+            'extremes', 'Most and least expensive images', 'Images with the highest and the lowest MACs.',
             extremes_figure(record, fetch_image)),
-        Section('macs', 'MACs a sample', 'Over all images, and by class.', macs_figure(record)),
+        Section('macs', 'MACs per sample', 'Over all images and by class.', macs_figure(record)),
         Section(
-            'difficulty', 'Does it spend more on hard images?', _difficulty_text(difficulty(record)),
+            'difficulty', 'Do hard images cost more?', _difficulty_text(difficulty(record)),
             difficulty_figure(record)),
         Section(
             'class_similarity', 'Do similar classes use similar filters?',
@@ -208,13 +208,13 @@ def report_sections(
     ]
     if options.prior is not None:
         sections.append(Section(
-            'prior', 'Batch shaping: gates against their prior',
-            'Distribution of σ(logit) of single gates over the data set, against the prior of batch shaping; the '
-            'distance is the batch-shaping loss of the whole set.',
+            'prior', 'Batch shaping: gates and their prior',
+            'Distribution of σ(logit) of single gates over the data set and the prior of batch shaping. The distance '
+            'is the batch-shaping loss of the data set.',
             prior_figure(record, options.prior, options.gates)))
     if not rare_gates:
         fires = record.examples.shape[1]
-        sections[2].text = f'No gate fires for at least {fires} images and at most {options.rare:.0%} of them.'
+        sections[2].text = f'No gate is open for at least {fires} and at most {options.rare:.0%} of the images.'
     if options.snapshots is not None:
         recorded = [name for name in options.gates or () if name in options.snapshots.names]
         sections.append(Section(
@@ -230,28 +230,26 @@ def _difficulty_text(numbers: Difficulty) -> str:
     confidence, correct = (
         'undefined' if rank is None else f'{rank:.3f}' for rank in (numbers.macs_confidence, numbers.macs_correct))
     return (
-        f'Mean MACs of images that were right: {right}, of the others: {wrong}. Rank correlation of MACs with '
-        f'confidence: {confidence}, with being right: {correct}; negative means that hard images cost more.')
+        f'Mean MACs of correct images: {right}, of the others: {wrong}. Rank correlation of MACs with confidence: '
+        f'{confidence}, with correctness: {correct}. Negative values mean that hard images cost more.')
 
 
 def _similarity_text(similarity: ClassSimilarity) -> str:
     text = (
-        'A class’s firing pattern is the share of its images for which each gate was open, less the mean over the '
-        'classes; shown is the correlation of the patterns, clustered by average linkage (cophenetic correlation '
-        f'{similarity.cophenetic:.2f}). ')
+        'Correlation of the firing patterns of classes, clustered by average linkage (cophenetic correlation '
+        f'{similarity.cophenetic:.2f}). The firing pattern of a class is the share of its images for which each gate '
+        'was open, minus the mean over classes. ')
     if similarity.within is not None:
         text += (
-            f'Classes of the same group correlate by {similarity.within:.2f} on average, classes of different groups '
-            f'by {similarity.between:.2f}. ')
+            f'Mean correlation within groups: {similarity.within:.2f}, between groups: {similarity.between:.2f}. ')
     if similarity.confusion is not None:
         text += (
-            f'Over pairs of classes, the rank correlation of this similarity with how often the model takes one for '
-            f'the other is {similarity.confusion:.2f}.')
+            f'Rank correlation of similarity and confusion rate over pairs of classes: {similarity.confusion:.2f}.')
     return text
 
 
 def _numbers(record: GateRecord, options: ReportOptions, similarity: Optional[ClassSimilarity]) -> Dict[str, Any]:
-    """All that goes into gates.json."""
+    """Content of gates.json."""
     layers = []
     for (name, span), counts in zip(record.spans(), record.counts_by_layer(options.threshold).values(), strict=True):
         layers.append({
@@ -285,7 +283,7 @@ def _numbers(record: GateRecord, options: ReportOptions, similarity: Optional[Cl
 
 
 def _finite(value: Any) -> Any:
-    """Plain Python numbers for JSON, and null for what is not finite."""
+    """Convert to plain Python values for JSON, with None for numbers that are not finite."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -296,7 +294,7 @@ def _finite(value: Any) -> Any:
 
 
 def _gate_table(record: GateRecord, threshold: float) -> pyarrow.Table:
-    """One row a gate; a column for the share of each class."""
+    """One row per gate, with one share column per class."""
     columns: Dict[str, Any] = {
         'module': [name for name, count in record.layers.items() for _ in range(count)],
         'gate': np.concatenate([np.arange(count) for count in record.layers.values()]),
@@ -309,7 +307,7 @@ def _gate_table(record: GateRecord, threshold: float) -> pyarrow.Table:
 
 
 def _sample_table(record: GateRecord) -> pyarrow.Table:
-    """One row an input, in the order of the data set."""
+    """One row per input, in the order of the data set."""
     columns = {'macs': record.macs, 'correct': record.correct, 'confidence': record.confidence}
     if record.labelled:
         columns |= {'label': record.label, 'prediction': record.prediction}

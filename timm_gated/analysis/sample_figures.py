@@ -1,8 +1,8 @@
-"""Figures of inputs: what they cost, and which of them open a rare gate
+"""Figures of inputs: their MACs, and the inputs that open a rare gate
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
-The images themselves are not in a record. Whoever draws gives a function that fetches one by its index.
+A record does not hold the images. The caller passes a function that returns an image by index.
 """
 from typing import Any, Callable, List, Sequence
 
@@ -11,22 +11,22 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from .figures import WIDTH
-from .measures import SpecialisedGate, difficulty, right_inputs
+from .measures import SpecialisedGate, difficulty, right_inputs, spread_over
 from .record import GateRecord
 
 __all__ = ['FetchImage', 'difficulty_figure', 'extremes_figure', 'macs_figure', 'specialised_figure']
 
-FetchImage = Callable[[int], np.ndarray]  # from the index of an input to [H, W, 3] of bytes
+FetchImage = Callable[[int], np.ndarray]  # from the index of an input to uint8 [H, W, 3]
 
 
 def _unit(macs: np.ndarray) -> tuple:
-    """Divisor and name that suit the size of some MACs."""
+    """Divisor and prefix of the unit of MACs."""
     return (1e9, 'G') if macs.max() >= 1e9 else (1e6, 'M')
 
 
 def _show(axis: Any, image: np.ndarray) -> None:
     small = Image.fromarray(image)
-    small.thumbnail((256, 256))  # an SVG would carry the whole photograph
+    small.thumbnail((256, 256))  # limits the size of the SVG
     axis.imshow(small, interpolation='nearest' if max(small.size) < 100 else 'antialiased')
     axis.set_xticks([])
     axis.set_yticks([])
@@ -35,15 +35,15 @@ def _show(axis: Any, image: np.ndarray) -> None:
 
 
 def specialised_figure(gates: Sequence[SpecialisedGate], fetch_image: FetchImage, columns: int = 6) -> Figure:
-    """Gates that fire rarely: the classes that trigger them, and the images with the highest logits.
+    """Draw rarely open gates: the classes that open them and the images with the highest logits.
 
     Args:
-        gates: The gates (`specialised_gates`).
-        fetch_image: Fetches an image by its index.
-        columns: Images of each gate.
+        gates: Gates from `specialised_gates`.
+        fetch_image: Function that returns an image by index.
+        columns: Number of images per gate.
     """
     if not gates:
-        raise ValueError('no gate fires rarely enough to be drawn; allow a higher share with `rare`.')
+        raise ValueError('no gates to draw; increase `rare` of `specialised_gates`.')
     figure = Figure(figsize=(WIDTH, 1.15 * len(gates)), layout='constrained')
     rows = figure.subfigures(len(gates), 1, squeeze=False)[:, 0]
     for row, gate in zip(rows, gates, strict=True):
@@ -58,19 +58,19 @@ def specialised_figure(gates: Sequence[SpecialisedGate], fetch_image: FetchImage
 
 
 def extremes(record: GateRecord, count: int) -> List[np.ndarray]:
-    """Inputs with the highest MACs, dearest first, and with the lowest, cheapest first."""
+    """Inputs with the highest MACs, in descending order, and with the lowest, in ascending order."""
     order = np.argsort(record.macs, kind='stable')
     return [order[::-1][:count], order[:count]]
 
 
 def extremes_figure(record: GateRecord, fetch_image: FetchImage, columns: int = 5, rows: int = 2) -> Figure:
-    """Images with the highest and with the lowest MACs.
+    """Draw the images with the highest and the lowest MACs.
 
     Args:
-        record: Of a pass over a data set.
-        fetch_image: Fetches an image by its index.
-        columns: Images side by side.
-        rows: Rows of each kind.
+        record: Record of a pass over a data set.
+        fetch_image: Function that returns an image by index.
+        columns: Number of images per row.
+        rows: Number of rows for each of the two.
     """
     divisor, unit = _unit(record.macs)
     figure = Figure(figsize=(WIDTH, 2 * (0.3 + 1.25 * rows)), layout='constrained')
@@ -90,17 +90,17 @@ def extremes_figure(record: GateRecord, fetch_image: FetchImage, columns: int = 
 
 
 def macs_figure(record: GateRecord, max_classes: int = 20) -> Figure:
-    """Histogram of MACs a sample, over the whole set and by class, from the cheapest class to the dearest.
+    """Draw MACs per sample over the data set and by class, in ascending order of the mean.
 
     Args:
-        record: Of a pass over a data set.
-        max_classes: Draw so many classes, evenly spaced from cheapest to dearest, if there are more.
+        record: Record of a pass over a data set.
+        max_classes: Maximum number of classes; evenly spaced ones are drawn if there are more.
     """
     divisor, unit = _unit(record.macs)
     macs = record.macs / divisor
-    groups = {k: macs[record.of_class(k)] for k in record.present_classes()}
-    ranked = sorted(groups, key=lambda k: float(groups[k].mean()))
-    chosen = [ranked[i] for i in np.unique(np.linspace(0, len(ranked) - 1, min(max_classes, len(ranked))).astype(int))]
+    present = record.present_classes()
+    groups = {k: macs[record.of_class(k)] for k in present}
+    chosen = [present[i] for i in spread_over(np.array([groups[k].mean() for k in present]), max_classes)]
     figure = Figure(figsize=(WIDTH, 2.4 + 0.28 * len(chosen)), layout='constrained')
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(1.6, max(0.28 * len(chosen), 0.5)))
     top.hist(macs, bins=50, color='#31688e')
@@ -112,16 +112,16 @@ def macs_figure(record: GateRecord, max_classes: int = 20) -> Figure:
             [groups[k] for k in chosen], orientation='horizontal', whis=(5, 95), showfliers=False, widths=0.6,
             patch_artist=True, boxprops=dict(facecolor='#b5cde0'), medianprops=dict(color='#d55e00'))
         bottom.set_yticks(range(1, len(chosen) + 1), [record.class_names[k] for k in chosen])
-    bottom.set_xlabel(f'{unit} MACs a sample; boxes: quartiles, whiskers: 5 % and 95 %')
+    bottom.set_xlabel(f'{unit} MACs per sample; boxes: quartiles, whiskers: 5 % and 95 %')
     return figure
 
 
 def difficulty_figure(record: GateRecord, bins: int = 10) -> Figure:
-    """MACs against correctness and against confidence: does the network spend more on hard images?
+    """Draw MACs against correctness and confidence.
 
     Args:
-        record: Of a pass over a data set.
-        bins: Groups of images, of equal size, by confidence.
+        record: Record of a pass over a data set.
+        bins: Number of groups of equal size, by confidence.
     """
     divisor, unit = _unit(record.macs)
     macs, right = record.macs / divisor, right_inputs(record)
@@ -129,13 +129,13 @@ def difficulty_figure(record: GateRecord, bins: int = 10) -> Figure:
     figure = Figure(figsize=(WIDTH, 5), layout='constrained')
     top, bottom = figure.subplots(2, 1)
     edges = np.histogram_bin_edges(macs, 40)
-    names = ('right', 'wrong') if record.labelled else ('better half', 'worse half')
+    names = ('correct', 'wrong') if record.labelled else ('more accurate half', 'less accurate half')
     for name, chosen, colour in zip(names, (right, ~right), ('#31688e', '#d55e00'), strict=True):
         if chosen.any():
             top.hist(
                 macs[chosen], edges, weights=np.full(chosen.sum(), 100 / chosen.sum()), histtype='step', color=colour,
                 linewidth=1.5, label=f'{name}: {chosen.sum()} images, mean {macs[chosen].mean():.4g} {unit}')
-    top.set(xlabel=f'{unit} MACs a sample', ylabel='% of these images')
+    top.set(xlabel=f'{unit} MACs per sample', ylabel='% of these images')
     top.legend(frameon=False, fontsize=8)
 
     order = np.argsort(record.confidence, kind='stable')

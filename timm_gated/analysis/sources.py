@@ -1,8 +1,7 @@
-"""Where the tools get models and data from: timm's factories, by the option names of timm's scripts
+"""Models and data of the tools, created by timm's factories from the options of timm's scripts
 
-Weights come from the checkpoint or, without one, are the pretrained ones of the model's tag, as with timm's
-`validate.py`. A network with random weights is refused unless the user asks for it (`--untrained`); what is shown of it
-then says so, see `title`.
+Without a checkpoint, the pretrained weights of the model's tag are loaded, as in timm's `validate.py`. Random weights
+are an error unless the user asks for them (`--untrained`); the output then says so, see `title`.
 """
 import argparse
 import itertools
@@ -27,39 +26,39 @@ __all__ = [
     'Data', 'create_data', 'create_network', 'find_device', 'note_untrained', 'parse_checkpoint', 'title',
 ]
 
-# Folders of splits, as timm knows them; any of a line stands for the others
+# Folder names of splits in timm; the names of a group are synonyms
 _SPLITS = (('train', 'training'), ('val', 'valid', 'validation', 'eval', 'evaluation'), ('test',))
 
 
 def parse_checkpoint(text: str, model: str) -> Tuple[str, str]:
-    """Model and file of a checkpoint, written FILE or MODEL=FILE.
+    """Split a checkpoint argument, FILE or MODEL=FILE, into model and file.
 
     Args:
-        text: What the user wrote.
-        model: The model if none is written.
+        text: Checkpoint argument.
+        model: Default model.
     """
     name, separator, path = text.partition('=')
     if separator and timm.is_model(name):
         return name, path
     if separator and os.path.isfile(path) and not os.path.isfile(text):
-        raise ValueError(f"timm has no model '{name}', of '{text}'; near: {', '.join(near_models(name)) or 'none'}.")
+        raise ValueError(f"timm has no model '{name}' (of '{text}'); near: {', '.join(near_models(name)) or 'none'}.")
     if not model:
-        raise ValueError(f"of which model is '{text}'? Give --model, or write the checkpoint as MODEL=FILE.")
+        raise ValueError(f"the model of '{text}' is unknown. Give --model, or write the checkpoint as MODEL=FILE.")
     return model, text
 
 
 def find_device(name: str = '') -> str:
-    """The device of that name; by default the GPU, where there is one."""
+    """Return the device name; by default the GPU, if there is one."""
     return name or ('cuda' if torch.cuda.is_available() else 'cpu')
 
 
 def create_network(model: str, checkpoint: str, args: argparse.Namespace) -> nn.Module:
-    """Make a timm model and load its weights. Nothing but tensors is read from a checkpoint.
+    """Create a timm model and load its weights. Only tensors are read from a checkpoint.
 
     Args:
         model: Name of the model.
-        checkpoint: Its weights; empty for the pretrained ones.
-        args: Options of the tools that make a model. A tool without `--untrained` has no use for an untrained one.
+        checkpoint: Path of the weights; empty for the pretrained ones.
+        args: Model options of the tools. Without `untrained`, random weights are an error.
     """
     allowed = getattr(args, 'untrained', False)
     remedy = 'Give --checkpoint FILE' + (', or --untrained.' if hasattr(args, 'untrained') else '.')
@@ -93,30 +92,30 @@ def note_untrained(
         allowed: bool = False,
         remedy: str = '',
 ) -> None:
-    """Note what of a network has random weights, for `title`; refuse it, unless that is allowed.
+    """Set `network.untrained`, which says what has random weights. Raise a ValueError unless that is allowed.
 
     Args:
-        network: The network.
-        loaded: Whether weights were loaded into it.
-        parts: What these had no weights for. Gates are looked up.
-        allowed: Whether the user asked for an untrained network.
-        remedy: What to do about it, for the error.
+        network: Network to check.
+        loaded: Whether weights were loaded.
+        parts: Parts without loaded weights, except gates, which are found in the network.
+        allowed: Whether random weights are allowed.
+        remedy: Advice for the error message.
     """
     if any(getattr(module, 'fresh_gates', ()) for module in network.modules()):
         parts = ('gates', *parts)
     random = ' and '.join(parts) if loaded else 'network'
     if random and not allowed:
-        raise ValueError(f'there are no weights for the {random}, which would be untrained. {remedy}')
+        raise ValueError(f'no weights for the {random}, which would be untrained. {remedy}')
     network.untrained = f'untrained {random}' if random else ''  # type: ignore[assignment]
 
 
 def title(network: nn.Module, model: str, name: str = '') -> str:
-    """What tables and pages call a network: it says whose weights these are, and what of it is untrained.
+    """Name of a network in tables and reports, with its pretrained tag and its untrained parts.
 
     Args:
-        network: A network of `create_network`.
-        model: Its model, as the user gave it.
-        name: What to call it, if not by its model and the tag of its pretrained weights.
+        network: Network from `create_network`.
+        model: Name of the model.
+        name: Name to use instead of the model and tag.
     """
     if not name:
         cfg = get_pretrained_cfg(model) if is_model_pretrained(model) and not network.untrained else None
@@ -126,13 +125,13 @@ def title(network: nn.Module, model: str, name: str = '') -> str:
 
 @dataclass
 class Data:
-    """A data set, and how a model runs over it.
+    """Data set and evaluation step of a model.
 
     Attributes:
-        loader: Yields batches in the order of the data set.
+        loader: Batches in the order of the data set.
         class_names: Names of the classes.
-        fetch_image: Fetches an image, as the model sees it, by its index.
-        step: Runs the model on a batch and tells how it went.
+        fetch_image: Function that returns an image, resized and cropped for the model, by index.
+        step: Function that runs the model on a batch and returns the outcome.
     """
     loader: Any
     class_names: List[str]
@@ -141,14 +140,14 @@ class Data:
 
 
 def create_data(network: nn.Module, args: argparse.Namespace) -> Data:
-    """Make the data set and its loader, at the model's input size and normalisation.
+    """Create the data set and its loader, with the input size and normalisation of the model.
 
     Args:
-        network: The model.
-        args: Options of the tools that make a data set.
+        network: Classifier.
+        args: Data options of the tools.
     """
     if args.class_map and not args.class_map.endswith('.txt'):
-        raise ValueError(f'--class-map must be a text file (.txt) with one class a line, got {args.class_map}.')
+        raise ValueError(f'--class-map must be a text file (.txt) with one class per line, got {args.class_map}.')
     if not args.dataset:
         _check_folder(args.data_dir, args.split)
     config = resolve_data_config(vars(args), model=network)
@@ -160,7 +159,7 @@ def create_data(network: nn.Module, args: argparse.Namespace) -> Data:
     except (RuntimeError, AssertionError, OSError) as error:
         raise ValueError(f'no data in {args.data_dir}, split {args.split}: {error}') from error
     if isinstance(dataset, torch.utils.data.IterableDataset):
-        raise ValueError(f"the data set '{args.dataset}' has no order to look images up by; use an image folder.")
+        raise ValueError(f"the data set '{args.dataset}' cannot be indexed; use an image folder.")
     loader = create_loader(
         dataset, config['input_size'], args.batch_size, interpolation=config['interpolation'], mean=config['mean'],
         std=config['std'], crop_pct=config['crop_pct'], crop_mode=config['crop_mode'], num_workers=args.workers,
@@ -176,17 +175,17 @@ def create_data(network: nn.Module, args: argparse.Namespace) -> Data:
 
 
 def _check_folder(folder: Optional[str], split: str) -> None:
-    """Refuse a folder of images that is not there, or that has other splits."""
+    """Raise a ValueError if the image folder or its split does not exist."""
     if not folder or not Path(folder).is_dir():
         exists = folder and Path(folder).exists()
         made = '' if not folder or exists else (
             f'; it does not exist. `python tools/prepare_cifar10.py --source cifar-10-python.tar.gz --output {folder}` '
-            f'makes the folder of CIFAR-10')
+            f'creates it for CIFAR-10')
         raise ValueError(f'--data-dir must be a folder of images, got {folder}{made}.')
     folders = {path.name for path in Path(folder).iterdir() if path.is_dir()}
     same = next((names for names in _SPLITS if split in names), (split,))
     others = sorted(folders.intersection(itertools.chain(*_SPLITS)))
-    if others and not folders.intersection(same):  # timm would take them for classes
+    if others and not folders.intersection(same):  # timm would read them as classes
         raise ValueError(f"{folder} has no split '{split}'; it has {', '.join(others)}.")
 
 
@@ -197,6 +196,6 @@ def _class_names(dataset: Any, num_outputs: int) -> List[str]:
     if len(indices) != num_outputs:
         raise ValueError(
             f'the data has {len(indices)} classes ({", ".join(list(indices)[:5])} …), but the model has {num_outputs} '
-            f'outputs: labels, which follow the order of the folders, would not be those of the training. List all '
-            f'classes in a file for --class-map, or give --num-classes.')
+            f'outputs. Labels follow the order of the folders, so they would not match the training. List all classes '
+            f'in a file for --class-map, or give --num-classes.')
     return sorted(indices, key=indices.__getitem__)

@@ -1,10 +1,11 @@
-"""Accuracy against average MACs, for any number of runs
+"""Accuracy against mean MACs of several runs
 
-Measured points come from the JSON files that `tools/evaluate.py` and `tools/analyze_gates.py` write; the paper's from
-`published`. Every point says which it is.
+Measured points come from the JSON files of `tools/evaluate.py` and `tools/analyze_gates.py`, published points from
+`published`. The legend tells them apart.
 """
 import json
 from fnmatch import fnmatchcase
+from itertools import cycle
 from pathlib import Path
 from typing import Dict, List, Mapping, Sequence, Tuple, Union
 
@@ -20,19 +21,19 @@ from .published import Point
 
 __all__ = ['group_points', 'load_points', 'trade_off_figure']
 
-RESULT_FILES = ('evaluation.json', 'gates.json')  # looked for in a folder
+RESULT_FILES = ('evaluation.json', 'gates.json')  # looked up in a folder
 
 
 def load_points(paths: Sequence[Union[str, Path]]) -> List[Point]:
-    """Measured points of result files.
+    """Load measured points from result files.
 
     Args:
-        paths: JSON files, or folders that hold one.
+        paths: JSON files, or folders with one.
     """
     points = []
     for path in map(Path, paths):
         if not path.exists():
-            raise ValueError(f'{path} does not exist: make it with tools/evaluate.py --output or '
+            raise ValueError(f'{path} does not exist: write it with tools/evaluate.py --output or '
                              f'tools/analyze_gates.py --output.')
         if path.is_dir():
             found = [path / name for name in RESULT_FILES if (path / name).is_file()]
@@ -46,10 +47,10 @@ def load_points(paths: Sequence[Union[str, Path]]) -> List[Point]:
             points += [_measured(result) for result in results]
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
-                f'{path} is no result of tools/evaluate.py or tools/analyze_gates.py: '
+                f'{path} is not a result of tools/evaluate.py or tools/analyze_gates.py: '
                 f'{type(error).__name__} {error}.') from error
     if not points:
-        raise ValueError('there is no result to draw. Give files or folders with results of tools/evaluate.py.')
+        raise ValueError('no results to draw. Give files or folders with results of tools/evaluate.py.')
     return points
 
 
@@ -60,37 +61,37 @@ def _measured(result: Dict) -> Point:
 
 
 def group_points(points: Sequence[Point], series: Mapping[str, str], only: Sequence[str] = ()) -> List[Point]:
-    """Some of the points, in series of one's own.
+    """Select points and assign them to series.
 
     Args:
-        points: The points.
-        series: Names of series, each with the pattern (`b_l0_*`) of its points' names; other points stay in theirs.
-        only: Patterns of the names to keep; none for all of them.
+        points: Points to select from.
+        series: Pattern of point names, such as `b_l0_*`, by name of the series. Other points keep their series.
+        only: Patterns of the names to keep; empty to keep all.
     """
     for pattern in (*series.values(), *only):
         if not any(fnmatchcase(point.name, pattern) for point in points):
             names = ', '.join(point.name for point in points)
-            raise ValueError(f"no result has a name like '{pattern}'; there are {names}.")
+            raise ValueError(f"no result matches '{pattern}'; the results: {names}.")
     kept = [point for point in points if not only or any(fnmatchcase(point.name, pattern) for pattern in only)]
     own = ([name for name, pattern in series.items() if fnmatchcase(point.name, pattern)] for point in kept)
     return [point._replace(series=names[0]) if names else point for point, names in zip(kept, own, strict=True)]
 
 
 def trade_off_figure(points: Sequence[Point], x: str = 'macs', accuracy: str = 'top-1') -> Figure:
-    """Accuracy against average MACs; filled points are measured, hollow ones published.
+    """Draw accuracy against mean MACs. Filled points are measured, hollow ones published.
 
     Args:
-        points: The points.
-        x: 'macs', or 'share' of the dense network's.
-        accuracy: Name of the accuracy.
+        points: Points to draw.
+        x: 'macs' or, as a share of the dense MACs, 'share'.
+        accuracy: Name of the accuracy metric.
     """
     if x not in ('macs', 'share'):
         raise ValueError(f"x must be 'macs' or 'share', got '{x}'.")
     drawn = [point for point in points if x == 'share' or point.macs is not None]
     if not drawn:
-        raise ValueError("none of the points has MACs; draw their share (x='share').")
+        raise ValueError("none of the points has MACs; use x='share'.")
     divisor = 0.01 if x == 'share' else 1e9 if max(point.macs or 0 for point in drawn) >= 1e9 else 1e6
-    unit = '% of the dense MACs' if x == 'share' else f'{"G" if divisor == 1e9 else "M"} MACs a sample, on average'
+    unit = '% of the dense MACs' if x == 'share' else f'{"G" if divisor == 1e9 else "M"} MACs per sample, mean'
     series: Dict[tuple, List[Point]] = {}
     for point in drawn:
         series.setdefault((point.source, point.series), []).append(point)
@@ -100,11 +101,10 @@ def trade_off_figure(points: Sequence[Point], x: str = 'macs', accuracy: str = '
 
     figure = Figure(figsize=(WIDTH, 4.6), layout='constrained')
     axis = figure.subplots()
-    for index, ((source, name), members) in enumerate(series.items()):
+    for colour, ((source, name), members) in zip(cycle(CLASS_COLOURS), series.items(), strict=False):
         members = sorted(members, key=position)
         xs = [position(point) for point in members]
         ys = [point.accuracy for point in members]
-        colour = CLASS_COLOURS[index % len(CLASS_COLOURS)]
         measured = source == 'measured'
         axis.plot(
             xs, ys, marker='o' if measured else 's', color=colour, linestyle='-' if measured else ':', linewidth=1,
@@ -113,27 +113,27 @@ def trade_off_figure(points: Sequence[Point], x: str = 'macs', accuracy: str = '
     axis.margins(x=0.15)
     axis.grid(color='#eeeeee')
     figure.legend(loc='outside upper center', ncols=2, frameon=False, fontsize=8)
-    # (A point whose name is that of its series is in the legend.)
+    # Points named like their series are in the legend.
     _write_names(axis, [(point.name, position(point), point.accuracy) for point in drawn if point.name != point.series])
     return figure
 
 
-# Where a name may be, from its point: a shift in typographic points, and which of the name's edges is there.
+# Positions of a label relative to its point: offset in typographic points and alignment.
 _SIDES = [
     (dx, dy, 'left' if dx > 0 else 'right', 'top' if dy < 0 else 'bottom')
     for distance in (3, 12, 21, 30) for dy in (-distance, distance) for dx in (5, -5)]
 
 
 def _write_names(axis: Axes, points: Sequence[Tuple[str, float, float]]) -> None:
-    """Write names beside their points, each where no point and no other name is, if there is such a place.
+    """Label points, avoiding overlap with points and other labels where possible.
 
     Args:
-        axis: Axes that hold all they are going to.
-        points: Name, x and y of each.
+        axis: Axes with everything else already drawn.
+        points: Name, x and y of each point.
     """
     figure = axis.get_figure(root=True)
     assert figure is not None
-    figure.draw_without_rendering()  # settles where the axes are
+    figure.draw_without_rendering()  # fixes the position of the axes
     renderer = FigureCanvasAgg(figure).get_renderer()
     centres = axis.transData.transform(np.concatenate([np.stack(line.get_data(), 1) for line in axis.lines]))
     taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in centres]

@@ -1,8 +1,8 @@
-/* The arithmetic of the native backend, once for each instruction set.
+/* Compute kernels of the native backend, one set per instruction set.
  *
- * Feature maps are compact planes, [channels][plane] with plane >= height * width. What gates switch off is never
- * touched: a product reads its weights through a list of rows (open outputs) and a list of columns (open inputs), and
- * maps between gated convolutions hold their open channels only, side by side.
+ * Feature maps are stored as [channels][plane], with plane >= height * width. Closed filters are never read: a product
+ * reads its weights through a list of rows (open outputs) and a list of columns (open inputs), and maps between gated
+ * convolutions hold their open channels only.
  */
 #ifndef TIMM_GATED_KERNELS_H
 #define TIMM_GATED_KERNELS_H
@@ -10,12 +10,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Floats of the widest vector. Kernels read and write whole vectors, so planes are padded to a multiple of it. */
+/* Floats in the widest vector. Kernels read and write complete vectors, so planes are padded to a multiple of it. */
 #define MAX_LANES 16
 
 #define INLINE static inline __attribute__((always_inline, unused))
 
-/* The first of the fewest, nearly equal parts of at most `limit`: a last part of one would waste most registers. */
+/* Split `count` into the fewest, nearly equal parts of at most `limit` and return the first. */
 INLINE int even_part(int count, int limit) {
     int parts = (count + limit - 1) / limit;
     return (count + parts - 1) / parts;
@@ -25,13 +25,12 @@ INLINE int divide_up(int value, int divisor) { return (value + divisor - 1) / di
 
 /* out[m][n] = sum over j < channels, t < taps of
  *     rows[m][row_offset + columns[j] + t * tap_stride] * x[j][tap_offsets[t] + n]
- * plus bias[m], plus residual[m][n], clipped at zero: each of these if asked for. Strides say where the vectors of x,
- * out and residual are, so that these may be planes (a row after the other) or panels (a vector of all rows after the
- * other). Taps need planes. */
+ * with optional bias[m], residual[m][n] and ReLU. x, out and residual are planes (rows one after another) or panels (the
+ * same vector of all rows, then the next vector), depending on the strides. Taps need planes. */
 typedef struct {
     const float *const *rows;
     ptrdiff_t row_offset;
-    ptrdiff_t then;  /* the row_offset of what is computed after this, to fetch its weights ahead */
+    ptrdiff_t then; /* row_offset of the next product, to prefetch its weights */
     const ptrdiff_t *columns;
     int channels;
     int taps;
@@ -42,52 +41,52 @@ typedef struct {
     float *out;
     ptrdiff_t out_row, out_vector;
     const float *bias;
-    const float *residual;  /* strides like those of out */
+    const float *residual; /* same layout as out */
     int relu;
 } product_t;
 
-/* A run of neighbouring tiles that is loaded and stored together. */
+/* Neighbouring tiles that are loaded and stored together. */
 typedef struct {
     int32_t in;            /* offset in the padded plane */
-    int32_t out;           /* offset in the compact plane, or in those of the phases */
-    int32_t pixel;         /* of the map: its first one */
-    int32_t rows, columns; /* of the map: less than whole tiles at its edges */
+    int32_t out;           /* offset in the compact plane, or in the planes of the phases */
+    int32_t pixel;         /* index of its first pixel in the map */
+    int32_t rows, columns; /* within the map; fewer than the tiles have at its edges */
 } piece_t;
 
-/* How Winograd's algorithm cuts a map into tiles of size x size outputs, and these into vectors. */
+/* Partition of a map into Winograd tiles of size x size outputs, and of tiles into vectors. */
 typedef struct {
-    int size;    /* 4 or 2 */
-    int points;  /* products: (size + 2)^2 */
-    int width;       /* of the map, or of its phases */
-    int pitch;       /* of the padded planes */
-    int phase_rows;  /* of a padded plane */
+    int size;       /* 4 or 2 */
+    int points;     /* (size + 2)^2 products per tile */
+    int width;      /* of the map, or of its phases */
+    int pitch;      /* of the padded planes */
+    int phase_rows; /* rows of the padded plane of a phase */
     int vectors;
     int pieces_per_vector;
-    const piece_t *pieces;  /* for all vectors; the last ones may have no rows */
+    const piece_t *pieces; /* for all vectors; the last pieces may have no rows */
 } tiling_t;
 
 typedef struct {
     const char *name;
     int lanes;
-    int row_block;     /* rows of a product that are computed together */
-    int piece_pixels;  /* of a piece of tiles */
-    /* Rows [begin, end) of a product, over `vectors` vectors. */
+    int row_block;    /* rows of a product that share a register block */
+    int piece_pixels; /* width of a piece */
+    /* Compute rows [begin, end) of a product for `vectors` vectors. */
     void (*product)(const product_t *product, int begin, int end, int vectors);
-    /* `rows` planes, `stride` apart, as panels: vector after vector of all planes. */
+    /* Copy `rows` planes, `stride` floats apart, into panels. */
     void (*pack)(const float *x, ptrdiff_t stride, int rows, int vectors, float *panels);
-    /* Vectors [begin, end) of the tiles of a padded plane into v: a vector and a point every so many floats. */
+    /* Transform vectors [begin, end) of the tiles of a padded plane into v. */
     void (*transform_input)(
         const tiling_t *tiling, const float *padded, int begin, int end, float *v, ptrdiff_t vector_stride,
         ptrdiff_t point_stride);
-    /* The way back, into a compact plane, with what follows a convolution. */
+    /* Inverse transform into a compact plane, with bias, residual and ReLU. */
     void (*transform_output)(
         const tiling_t *tiling, const float *m, ptrdiff_t vector_stride, ptrdiff_t point_stride, int begin, int end,
         float *out, const float *residual, float bias, int relu);
-    /* Elementwise maximum of rows; NaN stays, as in torch. */
+    /* Elementwise maximum of two rows. Propagates NaN, like torch. */
     void (*maximum)(float *x, const float *y, int count);
-    /* Maximum of windows along a row: out[j] = max x[j * stride + t], t < window. Reads up to MAX_LANES floats more. */
+    /* Maximum of windows along a row: out[j] = max of x[j * stride + t], t < window. May read MAX_LANES floats beyond. */
     void (*max_windows)(const float *x, int window, int stride, float *out, int count);
-    /* A plane of a certain pitch into a compact one, with what follows a convolution. */
+    /* Copy a plane of a given pitch into a compact one, with bias, residual and ReLU. */
     void (*finish)(
         const float *from, ptrdiff_t pitch, float *out, const float *residual, int height, int width, float bias,
         int relu);

@@ -1,4 +1,4 @@
-/* Aligned memory, in large pages where that can be had: transformed weights are read once an image, page after page. */
+/* Aligned memory, in large pages if available: transformed weights are read once per image, in order. */
 #if defined(__linux__)
 #define _GNU_SOURCE
 #include <sys/mman.h>

@@ -1,5 +1,5 @@
-/* An empty Python module: it makes the shared library one that Python finds and pip installs. What is in it is called
- * through ctypes, so that building needs nothing but a C compiler and Python's headers. */
+/* An empty Python module, so that Python finds and pip installs the shared library. Its functions are called through
+ * ctypes. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 

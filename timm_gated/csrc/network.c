@@ -1,4 +1,6 @@
-/* Building a network, operation by operation, and checking each. */
+/* Construction of a network, operation by operation.
+ *
+ * Python validates programs; the checks here and in plan.c guard memory safety. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,7 +10,7 @@
 
 static _Thread_local char message[256];
 
-/* To be raised with any change of what is called from Python, which checks it. */
+/* Must be increased with any change of the functions called from Python. */
 API int tg_version(void) { return 3; }
 
 API const char *tg_error(void) { return message; }
@@ -23,7 +25,8 @@ int fail(const char *format, ...) {
 
 static const kernels_t *const all_kernels[] = {
 #if defined(__x86_64__)
-    &kernels_avx512, &kernels_avx2,
+    &kernels_avx512,
+    &kernels_avx2,
 #endif
     &kernels_portable,
 };
@@ -41,7 +44,7 @@ static int runs_here(const kernels_t *kernels) {
     return kernels == &kernels_portable;
 }
 
-/* Name of the i-th instruction set that runs here, best first; NULL after the last. */
+/* Name of the index-th available instruction set, fastest first; NULL after the last. */
 API const char *tg_isa(int index) {
     for (int i = 0; i < NUM_KERNELS; i++)
         if (runs_here(all_kernels[i]) && index-- == 0)
@@ -65,8 +68,8 @@ API void tg_network_free(network_t *network) {
 
 API network_t *tg_network_new(const char *isa, int in_channels, int num_buffers, int num_gates) {
     if (in_channels < 1 || in_channels > MAX_SIZE || num_buffers < 1 || num_buffers > MAX_SIZE || num_gates < 0
-            || num_gates > MAX_SIZE) {
-        fail("a network of %d channels, %d buffers and %d gates", in_channels, num_buffers, num_gates);
+        || num_gates > MAX_SIZE) {
+        fail("invalid network: %d channels, %d buffers, %d gates", in_channels, num_buffers, num_gates);
         return NULL;
     }
     const kernels_t *kernels = NULL;
@@ -74,7 +77,7 @@ API network_t *tg_network_new(const char *isa, int in_channels, int num_buffers,
         if (!strcmp(all_kernels[i]->name, isa) && runs_here(all_kernels[i]))
             kernels = all_kernels[i];
     if (!kernels) {
-        fail("no instruction set '%s' here", isa);
+        fail("no instruction set '%s' on this machine", isa);
         return NULL;
     }
     network_t *network = calloc(1, sizeof *network);
@@ -93,9 +96,9 @@ API network_t *tg_network_new(const char *isa, int in_channels, int num_buffers,
 }
 
 static op_t *add(network_t *network, kind_t kind, int in, int out) {
-    if (in < 0 || in >= network->num_buffers || (kind != GATE && kind != OUTPUT
-            && (out < 1 || out >= network->num_buffers || in == out))) {
-        fail("an operation from buffer %d to %d of %d", in, out, network->num_buffers);
+    if (in < 0 || in >= network->num_buffers
+        || (kind != GATE && kind != OUTPUT && (out < 1 || out >= network->num_buffers || in == out))) {
+        fail("invalid operation from buffer %d to buffer %d of %d", in, out, network->num_buffers);
         return NULL;
     }
     if (network->num_ops == network->capacity) {
@@ -122,21 +125,22 @@ static float *copy(const float *values, ptrdiff_t count) {
 
 static int out_of_range(int value, int low) { return value < low || value > MAX_SIZE; }
 
-/* A convolution, its batch norm folded; weight is [c_out][c_in][kernel][kernel]. */
+/* Add a convolution with folded batch norm; weight is [c_out][c_in][kernel][kernel]. */
 API int tg_add_conv(
-        network_t *network, int in, int out, int residual, int gate_in, int gate_out, int c_in, int c_out, int kernel,
-        int stride, int dilation, int padding, int relu, const float *weight, const float *bias) {
+    network_t *network, int in, int out, int residual, int gate_in, int gate_out, int c_in, int c_out, int kernel,
+    int stride, int dilation, int padding, int relu, const float *weight, const float *bias) {
     if (out_of_range(c_in, 1) || out_of_range(c_out, 1) || kernel < 1 || kernel > 64 || stride < 1 || stride > 64
-            || out_of_range(dilation, 1) || out_of_range(padding, 0) || !weight || !bias)
-        return fail("a convolution of %d to %d channels, kernel %d, stride %d, dilation %d, padding %d",
-                    c_in, c_out, kernel, stride, dilation, padding);
+        || out_of_range(dilation, 1) || out_of_range(padding, 0) || !weight || !bias)
+        return fail(
+            "invalid convolution: %d to %d channels, kernel %d, stride %d, dilation %d, padding %d", c_in, c_out,
+            kernel, stride, dilation, padding);
     if (residual < -1 || residual >= network->num_buffers || residual == out)
-        return fail("a convolution into buffer %d that adds buffer %d", out, residual);
+        return fail("invalid convolution: buffer %d with residual %d", out, residual);
     int gates[] = {gate_in, gate_out}, sizes[] = {c_in, c_out};
     for (int i = 0; i < 2; i++)
         if (gates[i] < -1 || gates[i] >= network->num_gates
-                || (gates[i] >= 0 && network->gate_sizes[gates[i]] != sizes[i]))
-            return fail("a convolution of %d to %d channels under the gates %d and %d", c_in, c_out, gate_in, gate_out);
+            || (gates[i] >= 0 && network->gate_sizes[gates[i]] != sizes[i]))
+            return fail("invalid convolution: %d to %d channels with gates %d and %d", c_in, c_out, gate_in, gate_out);
     op_t *op = add(network, CONV, in, out);
     if (!op)
         return -1;
@@ -164,15 +168,15 @@ API int tg_add_conv(
     return 0;
 }
 
-/* A gate: pooling, two layers, the first with its batch norm folded; weights are [hidden][c_in], [size][hidden]. */
+/* Add a gate: pooling and two layers with folded batch norm; weights are [hidden][c_in] and [size][hidden]. */
 API int tg_add_gate(
-        network_t *network, int in, int gate, int c_in, int hidden, int size, const float *weight, const float *bias,
-        const float *weight2, const float *bias2) {
+    network_t *network, int in, int gate, int c_in, int hidden, int size, const float *weight, const float *bias,
+    const float *weight2, const float *bias2) {
     if (gate < 0 || gate >= network->num_gates || network->gate_sizes[gate])
-        return fail("gate %d of %d, or twice", gate, network->num_gates);
+        return fail("invalid gate: %d of %d, or defined twice", gate, network->num_gates);
     if (out_of_range(c_in, 1) || out_of_range(hidden, 1) || out_of_range(size, 1) || !weight || !bias || !weight2
-            || !bias2)
-        return fail("a gate of %d, %d and %d channels", c_in, hidden, size);
+        || !bias2)
+        return fail("invalid gate: %d, %d and %d channels", c_in, hidden, size);
     op_t *op = add(network, GATE, in, -1);
     if (!op)
         return -1;
@@ -197,10 +201,11 @@ API int tg_add_gate(
     return 0;
 }
 
-/* Max pooling, or average pooling without counting its padding. */
-API int tg_add_pool(network_t *network, int average, int in, int out, int kernel, int stride, int padding, int ceil_mode) {
+/* Add max pooling, or average pooling that excludes the padding. */
+API int tg_add_pool(
+    network_t *network, int average, int in, int out, int kernel, int stride, int padding, int ceil_mode) {
     if (kernel < 1 || kernel > 64 || stride < 1 || stride > 64 || padding < 0 || padding > kernel / 2)
-        return fail("a pooling of kernel %d, stride %d, padding %d", kernel, stride, padding);
+        return fail("invalid pooling: kernel %d, stride %d, padding %d", kernel, stride, padding);
     op_t *op = add(network, average ? AVG_POOL : MAX_POOL, in, out);
     if (!op)
         return -1;
@@ -213,10 +218,10 @@ API int tg_add_pool(network_t *network, int average, int in, int out, int kernel
     return 0;
 }
 
-/* Every stride-th pixel, and channels of zeros before and after. */
+/* Add strided subsampling, with channels of zeros before and after. */
 API int tg_add_subsample(network_t *network, int in, int out, int stride, int before, int after) {
     if (stride < 1 || stride > 64 || out_of_range(before, 0) || out_of_range(after, 0))
-        return fail("a subsampling by %d with %d channels before and %d after", stride, before, after);
+        return fail("invalid subsampling: stride %d, %d channels before and %d after", stride, before, after);
     op_t *op = add(network, SUBSAMPLE, in, out);
     if (!op)
         return -1;
@@ -228,10 +233,10 @@ API int tg_add_subsample(network_t *network, int in, int out, int stride, int be
     return 0;
 }
 
-/* If a gate of one decision is closed, what the next convolutions would make is the ReLU of their shortcut. */
+/* Add a skip: if the gate is closed, omit the next convolutions and output the ReLU of their shortcut. */
 API int tg_add_skip(network_t *network, int in, int out, int gate, int count) {
     if (gate < 0 || gate >= network->num_gates || network->gate_sizes[gate] != 1 || out_of_range(count, 1))
-        return fail("a skip of %d operations by gate %d", count, gate);
+        return fail("invalid skip of %d operations with gate %d", count, gate);
     op_t *op = add(network, SKIP, in, out);
     if (!op)
         return -1;
@@ -241,7 +246,7 @@ API int tg_add_skip(network_t *network, int in, int out, int gate, int count) {
     return 0;
 }
 
-/* Hand a buffer out. */
+/* Add an output. */
 API int tg_add_output(network_t *network, int in) {
     if (!add(network, OUTPUT, in, -1))
         return -1;

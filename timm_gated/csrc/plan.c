@@ -1,4 +1,4 @@
-/* Planning: the shapes of all maps for one size of images, an algorithm for each convolution, and the memory it takes. */
+/* Plans for one image size: shapes of all maps, algorithms of the convolutions, and memory. */
 #include <stdlib.h>
 #include <string.h>
 #if defined(__SANITIZE_ADDRESS__)
@@ -7,9 +7,10 @@
 
 #include "network.h"
 
-#define MAX_WINOGRAD_DILATION 64  /* keeps the number of phases small */
-#define MAX_PIXELS ((ptrdiff_t)1 << 26)  /* of a map: keeps offsets within a plane, borders included, below 2^31 */
-/* Like CACHED_FLOATS for transformed maps, all channels counted: more, as larger blocks read the weights less often. */
+#define MAX_WINOGRAD_DILATION 64 /* limits the number of phases */
+#define MAX_PIXELS \
+    ((ptrdiff_t)1 << 26) /* per map, so that padded offsets fit into 31 bits; also in inference/native.py */
+/* Like CACHED_FLOATS, for transformed maps. Larger, as larger blocks read the weights less often. */
 #ifndef WINOGRAD_FLOATS
 #define WINOGRAD_FLOATS (1 << 19)
 #endif
@@ -20,7 +21,7 @@ static ptrdiff_t round_up(ptrdiff_t value, int multiple) { return (value + multi
 static void at_least(size_t *size, size_t floats) { *size = *size > floats ? *size : floats; }
 static int greatest_common_divisor(int a, int b) { return b ? greatest_common_divisor(b, a % b) : a; }
 
-/* Floats from one plane to the next, so that whole vectors fit and planes do not share the sets of a cache. */
+/* Stride between planes: a multiple of the vector size that avoids cache conflicts. */
 static ptrdiff_t plane_floats(ptrdiff_t pixels) {
     ptrdiff_t floats = round_up(pixels, MAX_LANES);
     return floats % 1024 ? floats : floats + MAX_LANES;
@@ -31,12 +32,12 @@ static int out_size(int size, const op_t *op) {
     if (span < 0)
         return 0;
     int out = span / op->stride + 1;
-    /* As in torch, the last window begins within the map or its left padding. */
+    /* Like torch: the last window starts within the map or its left padding. */
     return op->ceil_mode && (out - 1) * op->stride >= size + op->padding ? out - 1 : out;
 }
 
-/* A convolution of dilation d is d x d plain ones, over every d-th row and column from (y, x) on: the phases of a map.
- * Their tiles follow one another, and so do their padded planes. */
+/* A convolution of dilation d is d * d plain ones on the phases of a map: every d-th row and column from (y, x) on. The
+ * tiles of the phases follow one another, and so do their padded planes. */
 static void tile(const kernels_t *kernels, int size, int dilation, const shape_t *map, tiling_t *tiling) {
     int per_row = divide_up(divide_up(map->width, dilation), kernels->piece_pixels);
     int pieces = 0;
@@ -47,7 +48,7 @@ static void tile(const kernels_t *kernels, int size, int dilation, const shape_t
     tiling->size = size;
     tiling->points = (size + 2) * (size + 2);
     tiling->width = divide_up(map->width, dilation);
-    tiling->pitch = per_row * kernels->piece_pixels + 4;  /* the input of a tile reaches into its neighbours */
+    tiling->pitch = per_row * kernels->piece_pixels + 4; /* input tiles overlap */
     tiling->phase_rows = (int)round_up(divide_up(map->height, dilation), size) + 2;
     tiling->pieces_per_vector = size * kernels->lanes / kernels->piece_pixels;
     tiling->vectors = divide_up(pieces, tiling->pieces_per_vector);
@@ -73,14 +74,18 @@ static piece_t *cut(const kernels_t *kernels, const tiling_t *tiling, int dilati
                     .columns = min(kernels->piece_pixels, width - x),
                 };
     }
-    return pieces;  /* (those left over have no rows, and read the first tiles) */
+    return pieces; /* unused pieces have no rows and read the first tile */
 }
 
-/* Weights in Winograd's domain: G w G^T for each filter. */
+/* Transform the weights for Winograd: G w G^T per filter and input. */
 static int transform_weights(network_t *network, op_t *op, int size) {
     static const double g4[6][3] = {
-        {1. / 4, 0, 0}, {-1. / 6, -1. / 6, -1. / 6}, {-1. / 6, 1. / 6, -1. / 6},
-        {1. / 24, 1. / 12, 1. / 6}, {1. / 24, -1. / 12, 1. / 6}, {0, 0, 1}};
+        {1. / 4, 0, 0},
+        {-1. / 6, -1. / 6, -1. / 6},
+        {-1. / 6, 1. / 6, -1. / 6},
+        {1. / 24, 1. / 12, 1. / 6},
+        {1. / 24, -1. / 12, 1. / 6},
+        {0, 0, 1}};
     static const double g2[4][3] = {{1, 0, 0}, {.5, .5, .5}, {.5, -.5, .5}, {0, 0, 1}};
     const double (*g)[3] = size == 4 ? g4 : g2;
     float **out = &op->transformed[size == 2];
@@ -91,7 +96,7 @@ static int transform_weights(network_t *network, op_t *op, int size) {
     size_t bytes = (size_t)(side * side * to.point) * sizeof **out;
     *out = allocate(bytes);
     if (!*out)
-        return fail("out of memory: %zu bytes for the weights of a convolution in Winograd's domain", bytes);
+        return fail("out of memory: %zu bytes for transformed weights", bytes);
     network->transformed_bytes += bytes;
     for (int k = 0; k < op->c_out; k++)
         for (int c = 0; c < op->c_in; c++) {
@@ -99,8 +104,8 @@ static int transform_weights(network_t *network, op_t *op, int size) {
             double half[6][3];
             for (int i = 0; i < side; i++)
                 for (int x = 0; x < 3; x++)
-                    half[i][x] = g[i][0] * w[x * from.tap] + g[i][1] * w[(3 + x) * from.tap]
-                        + g[i][2] * w[(6 + x) * from.tap];
+                    half[i][x] =
+                        g[i][0] * w[x * from.tap] + g[i][1] * w[(3 + x) * from.tap] + g[i][2] * w[(6 + x) * from.tap];
             float *u = *out + row_offset(&to, k) + c * to.column;
             for (int i = 0; i < side; i++)
                 for (int j = 0; j < side; j++)
@@ -110,7 +115,7 @@ static int transform_weights(network_t *network, op_t *op, int size) {
     return 0;
 }
 
-/* A part of the input, packed: see cached_vectors. */
+/* Scratch memory for a packed part of the input, see cached_vectors. */
 static void plan_pointwise(plan_t *plan, const op_t *op, const step_t *step) {
     int lanes = plan->network->kernels->lanes;
     int vectors = divide_up(step->out.height * step->out.width, lanes);
@@ -123,7 +128,7 @@ static int plan_direct(plan_t *plan, const op_t *op, step_t *step) {
     step->phases = min(op->kernel, stride / greatest_common_divisor(stride, op->dilation));
     step->pitch = step->out.width + reach;
     step->phase_rows = step->out.height + reach;
-    /* (the last vectors of the last tap read beyond the last row) */
+    /* the last vectors of the last tap read beyond the last row */
     step->phase_plane = plane_floats((ptrdiff_t)step->phase_rows * step->pitch + reach + MAX_LANES);
     step->tap_offsets = malloc((size_t)op->kernel * op->kernel * sizeof *step->tap_offsets);
     if (!step->tap_offsets)
@@ -162,17 +167,17 @@ static int plan_winograd(plan_t *plan, op_t *op, step_t *step, int size) {
     at_least(&plan->scratch_floats, times(tiling->points, (size_t)(step->v_point + step->m_point)));
     size_t phases = (size_t)op->dilation * op->dilation;
     at_least(&plan->thread_floats, times(times(phases, tiling->phase_rows), tiling->pitch));
-    if (op->dilation > 1)  /* the way back goes through the phases of a plane */
-        at_least(&plan->thread_floats,
-                 times(times(phases, divide_up(step->out.height, op->dilation)), tiling->width) + MAX_LANES);
+    if (op->dilation > 1) /* outputs are computed by phase, then interleaved */
+        at_least(
+            &plan->thread_floats,
+            times(times(phases, divide_up(step->out.height, op->dilation)), tiling->width) + MAX_LANES);
     return transform_weights(plan->network, op, size);
 }
 
-/* The algorithm that takes least, counted in multiplications by a weight: of what is computed, waste included, and for
- * fetching the weight itself. Returns a tile size, or 0 for direct convolution. */
+/* Select the cheapest algorithm: multiplications per weight, padding included, plus the cost of loading the weight.
+ * Returns a tile size, or 0 for direct convolution. */
 static int best_tile_size(const kernels_t *kernels, const op_t *op, const shape_t *out) {
-    if (op->kernel != 3 || op->stride != 1 || op->padding != op->dilation
-            || op->dilation > MAX_WINOGRAD_DILATION)
+    if (op->kernel != 3 || op->stride != 1 || op->padding != op->dilation || op->dilation > MAX_WINOGRAD_DILATION)
         return 0;
     const double fetch = 20, transforms = 1.25;
     ptrdiff_t pitch = out->width + 2 * op->dilation;
@@ -204,7 +209,7 @@ static int plan_conv(plan_t *plan, op_t *op, step_t *step) {
 API void tg_plan_free(plan_t *plan) {
     if (!plan)
         return;
-    for (int i = 0; i < plan->num_steps; i++) {  /* (the network may be gone already) */
+    for (int i = 0; i < plan->num_steps; i++) { /* the network may have been freed already */
         free(plan->steps[i].tap_offsets);
         free(plan->steps[i].pieces);
     }
@@ -213,7 +218,7 @@ API void tg_plan_free(plan_t *plan) {
     free(plan);
 }
 
-/* Shapes, and the gate that a map was made under, while the operations are walked through. */
+/* Shapes and gates of the maps while the operations are planned. */
 typedef struct {
     shape_t *shapes;
     int *gates;
@@ -224,10 +229,10 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     if (!in->channels)
         return fail("buffer %d is read before it is written", op->in);
     if (walk->gates[op->in] != (op->kind == CONV ? op->gate_in : -1))
-        return fail("buffer %d is read under gate %d, but holds what gate %d left open",
-                    op->in, op->gate_in, walk->gates[op->in]);
+        return fail(
+            "buffer %d is read under gate %d, but was written under gate %d", op->in, op->gate_in, walk->gates[op->in]);
     if ((op->kind == CONV || op->kind == GATE) && op->c_in != in->channels)
-        return fail("an operation for %d channels on a map of %d", op->c_in, in->channels);
+        return fail("an operation on %d channels reads a map of %d", op->c_in, in->channels);
     step->in = step->out = *in;
     plan->max_hidden = max(plan->max_hidden, op->hidden);
     plan->max_channels = max(plan->max_channels, op->c_out);
@@ -238,11 +243,12 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     out->height = out_size(in->height, op);
     out->width = out_size(in->width, op);
     if (out->height < 1 || out->width < 1)
-        return fail("images of %d x %d are too small: a map of %d x %d is left for a kernel of %d",
-                    plan->height, plan->width, in->height, in->width, op->kernel);
+        return fail(
+            "images of %d x %d are too small: a map is %d x %d before a kernel of %d", plan->height, plan->width,
+            in->height, in->width, op->kernel);
     out->channels = op->kind == CONV ? op->c_out : in->channels + op->before + op->after;
     if (out->channels > MAX_SIZE)
-        return fail("a map of %d channels, of which there may be %d", out->channels, MAX_SIZE);
+        return fail("a map of %d channels, at most %d are supported", out->channels, MAX_SIZE);
     plan->max_channels = max(plan->max_channels, out->channels);
     ptrdiff_t pixels = (ptrdiff_t)out->height * out->width;
     if (pixels > MAX_PIXELS)
@@ -251,50 +257,53 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     if (op->residual >= 0) {
         const shape_t *residual = &walk->shapes[op->residual];
         if (residual->channels != out->channels || residual->height != out->height || residual->width != out->width
-                || walk->gates[op->residual] != -1 || op->gate_out != -1)
-            return fail("a shortcut of %d x %d x %d onto a map of %d x %d x %d", residual->channels, residual->height,
-                        residual->width, out->channels, out->height, out->width);
+            || walk->gates[op->residual] != -1 || op->gate_out != -1)
+            return fail(
+                "a shortcut of %d x %d x %d does not fit a map of %d x %d x %d", residual->channels, residual->height,
+                residual->width, out->channels, out->height, out->width);
     }
     walk->shapes[op->out] = *out;
     walk->gates[op->out] = op->kind == CONV ? op->gate_out : -1;
     at_least(&plan->buffer_floats[op->out], times(out->channels, (size_t)out->plane));
-    if (op->kind == MAX_POOL || op->kind == AVG_POOL)  /* a row, with its borders */
-        at_least(&plan->thread_floats,
-                 (size_t)max(pooled_columns(op, out->width), in->width + op->padding) + 2 * MAX_LANES);
+    if (op->kind == MAX_POOL || op->kind == AVG_POOL) /* one row with its borders */
+        at_least(
+            &plan->thread_floats, (size_t)max(pooled_columns(op, out->width), in->width + op->padding) + 2 * MAX_LANES);
     return op->kind == CONV ? plan_conv(plan, op, step) : 0;
 }
 
-/* Whether a skip leaves out convolutions only, the last of which would have added the shortcut that is taken instead. */
+/* Check that a skip omits convolutions only, and that the last of them adds the shortcut that the skip outputs. */
 static int check_skip(const network_t *network, int index) {
     const op_t *skip = &network->ops[index];
     if (skip->count >= network->num_ops - index)
-        return fail("a skip of %d operations, of which there are %d", skip->count, network->num_ops - index - 1);
+        return fail("a skip of %d operations, but only %d follow", skip->count, network->num_ops - index - 1);
     for (int i = 1; i <= skip->count; i++)
-        if (skip[i].kind != CONV)
-            return fail("a skip of an operation that is no convolution");
+        if (skip[i].kind != CONV || skip[i].out == skip->in)
+            return fail("a skipped operation is not a convolution or overwrites buffer %d", skip->in);
     const op_t *last = &skip[skip->count];
-    if (last->out != skip->out || last->residual != skip->in || !last->relu)
-        return fail("a skip from buffer %d to %d of convolutions into %d that add %d %s a ReLU",
-                    skip->in, skip->out, last->out, last->residual, last->relu ? "before" : "without");
+    if (last->out != skip->out || last->residual != skip->in)
+        return fail(
+            "a skip from buffer %d to %d, but the last convolution writes %d and adds %d", skip->in, skip->out,
+            last->out, last->residual);
     return 0;
 }
 
-/* Of what a skip may have left out, only its last map is there afterwards. */
+/* After skipped convolutions, only the last of their maps is certain to exist. */
 static void forget_skipped(walk_t *walk, const op_t *skip) {
     for (int i = 1; i < skip->count; i++)
         if (skip[i].out != skip->out)
             walk->shapes[skip[i].out].channels = 0;
 }
 
-/* A plan for images of one size; not safe to call from two threads for one network. */
+/* Create a plan for one image size. Not thread-safe for the same network. */
 API plan_t *tg_plan_new(network_t *network, int height, int width) {
     if (height < 1 || width < 1 || height > MAX_PIXELS / width) {
-        fail("images of %d x %d", height, width);
+        fail("invalid image size: %d x %d", height, width);
         return NULL;
     }
     plan_t *plan = calloc(1, sizeof *plan);
     walk_t walk = {
-        calloc((size_t)network->num_buffers, sizeof *walk.shapes), calloc((size_t)network->num_buffers, sizeof *walk.gates)};
+        calloc((size_t)network->num_buffers, sizeof *walk.shapes),
+        calloc((size_t)network->num_buffers, sizeof *walk.gates)};
     int failed = 1;
     if (plan && walk.shapes && walk.gates) {
         plan->network = network;
@@ -332,7 +341,7 @@ API plan_t *tg_plan_new(network_t *network, int height, int width) {
     return NULL;
 }
 
-/* Channels, height and width of the index-th output; 0 if there is none. */
+/* Get channels, height and width of the index-th output; returns 0 after the last. */
 API int tg_plan_output(const plan_t *plan, int index, int size[3]) {
     for (int i = 0; i < plan->network->num_ops; i++)
         if (plan->network->ops[i].kind == OUTPUT && index-- == 0) {
@@ -345,17 +354,17 @@ API int tg_plan_output(const plan_t *plan, int index, int size[3]) {
     return 0;
 }
 
-/* Take the next part of a block of memory, or only count it while there is none yet. AddressSanitizer gets a gap that
- * it watches after each part. */
+/* Take the next part of a block of memory, or only add up the size if `memory` is NULL. With AddressSanitizer, each
+ * part is followed by a poisoned gap. */
 static void *take(char *memory, size_t *used, size_t count, size_t size) {
     char *part = memory ? memory + *used : NULL;
-    size_t bytes = times(count, size), whole = (bytes + 63) / 64 * 64;
+    size_t bytes = times(count, size), rounded = (bytes + 63) / 64 * 64;
 #if defined(__SANITIZE_ADDRESS__)
     if (part)
-        ASAN_POISON_MEMORY_REGION(part + bytes, whole + 256 - bytes);
-    whole += 256;
+        ASAN_POISON_MEMORY_REGION(part + bytes, rounded + 256 - bytes);
+    rounded += 256;
 #endif
-    *used = times(*used + whole, 1);
+    *used = times(*used + rounded, 1);
     return part;
 }
 
@@ -412,7 +421,7 @@ API void tg_workspace_free(workspace_t *workspace) {
     free(workspace);
 }
 
-/* Memory for a plan: for so many samples at a time, and so many threads. Not for two calls at once. */
+/* Allocate memory to run a plan. Concurrent calls need a workspace each. */
 API workspace_t *tg_workspace_new(const plan_t *plan, int num_samples, int num_threads) {
     workspace_t *workspace = num_samples > 0 && num_threads > 0 ? calloc(1, sizeof *workspace) : NULL;
     size_t bytes = 0;
@@ -430,7 +439,8 @@ API workspace_t *tg_workspace_new(const plan_t *plan, int num_samples, int num_t
         }
     }
     tg_workspace_free(workspace);
-    fail("out of memory: %zu bytes%s for %d samples on %d threads", bytes, bytes == MAX_MEMORY ? " or more" : "",
-         num_samples, num_threads);
+    fail(
+        "out of memory: %zu bytes%s for %d samples on %d threads", bytes, bytes == MAX_MEMORY ? " or more" : "",
+        num_samples, num_threads);
     return NULL;
 }

@@ -1,4 +1,4 @@
-/* Running a plan. The threads of a sample split each operation and meet after it; a batch is split by samples first. */
+/* Execution of a plan. A batch is split by samples; threads that share a sample split each operation. */
 #include <math.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -8,15 +8,15 @@ typedef struct {
     const plan_t *plan;
     sample_t *sample;
     thread_t *own;
-    int thread, threads;  /* of those that share the sample */
-    team_t *team;         /* these, if they are several */
+    int thread, threads; /* index and number of the threads that share the sample */
+    team_t *team;        /* of these threads, if there are several */
 } context_t;
 
 typedef struct {
     int64_t begin, end;
 } range_t;
 
-/* This thread's part of a count. */
+/* The range of this thread. */
 static range_t part(const context_t *context, int64_t count) {
     return (range_t){count * context->thread / context->threads, count * (context->thread + 1) / context->threads};
 }
@@ -26,7 +26,7 @@ static void meet(const context_t *context) {
         team_meet(context->team);
 }
 
-/* A convolution for one sample: its product, and where its maps are. */
+/* A convolution of one sample. */
 typedef struct {
     const op_t *op;
     const step_t *step;
@@ -36,7 +36,7 @@ typedef struct {
     product_t product;
 } conv_t;
 
-/* The product over all open channels, but for the maps. */
+/* Prepare the product over all open channels. The algorithms add the maps. */
 static conv_t prepare(context_t *context, const op_t *op, const step_t *step, algorithm_t algorithm) {
     sample_t *sample = context->sample;
     thread_t *own = context->own;
@@ -86,14 +86,13 @@ static void run_pointwise(context_t *context, const conv_t *conv, const float *x
     product.out_row = out->plane;
     product.out_vector = kernels->lanes;
     int vectors = divide_up(out->height * out->width, kernels->lanes);
-    /* Large maps are split by pixels, small ones, where weights matter more, by rows. */
+    /* Large maps are split by pixels. Small ones, where weights dominate, by rows. */
     int by_pixels = vectors >= 16 * context->threads;
     range_t pixels = by_pixels ? part(context, vectors) : (range_t){0, vectors};
     range_t rows = by_pixels ? (range_t){0, conv->n_out} : part(context, conv->n_out);
     if (pixels.begin == pixels.end || rows.begin == rows.end)
         return;
-    /* Channels lie far from one another, each on another page of memory. Side by side, they are read from there once
-     * and not again for every block of rows. */
+    /* Planes are on different pages of memory. Packed, they are read contiguously by every block of rows. */
     int chunk = cached_vectors(conv->n_in, kernels->lanes, pixels.end - pixels.begin);
     for (ptrdiff_t v = pixels.begin; v < pixels.end; v += chunk) {
         ptrdiff_t at = v * kernels->lanes;
@@ -105,7 +104,7 @@ static void run_pointwise(context_t *context, const conv_t *conv, const float *x
     }
 }
 
-/* One phase of a padded plane: every stride-th pixel from (y, x) on. */
+/* Copy one phase of a padded plane: every stride-th pixel, starting at (y, x). */
 static void split_phase(const op_t *op, const step_t *step, const float *plane, int y, int x, float *out) {
     const shape_t *in = &step->in;
     int stride = op->stride, first = x - op->padding;
@@ -141,8 +140,9 @@ static void run_direct(context_t *context, conv_t *conv) {
         phase = split + j * channel;
         for (int y = 0; y < step->phases; y++)
             for (int x = 0; x < step->phases; x++, phase += step->phase_plane)
-                split_phase(op, step, conv->in + j * step->in.plane, y * op->dilation % op->stride,
-                            x * op->dilation % op->stride, phase);
+                split_phase(
+                    op, step, conv->in + j * step->in.plane, y * op->dilation % op->stride,
+                    x * op->dilation % op->stride, phase);
     }
     meet(context);
     if (op->kernel == 1) {
@@ -160,7 +160,8 @@ static void run_direct(context_t *context, conv_t *conv) {
     range_t items = part(context, (int64_t)groups * chunks);
     for (int64_t item = items.begin; item < items.end; item++) {
         int group = (int)(item % groups), y = (int)(item / groups) * step->chunk_rows;
-        int begin = (int)((int64_t)conv->n_out * group / groups), end = (int)((int64_t)conv->n_out * (group + 1) / groups);
+        int begin = (int)((int64_t)conv->n_out * group / groups),
+            end = (int)((int64_t)conv->n_out * (group + 1) / groups);
         int height = step->out.height - y < step->chunk_rows ? step->out.height - y : step->chunk_rows;
         int vectors = divide_up(height * step->pitch, kernels->lanes);
         product.rows = context->own->rows + begin;
@@ -169,16 +170,16 @@ static void run_direct(context_t *context, conv_t *conv) {
         kernels->product(&product, 0, end - begin, vectors);
         for (int m = begin; m < end; m++) {
             ptrdiff_t at = m * step->out.plane + (ptrdiff_t)y * step->out.width;
-            kernels->finish(product.out + (m - begin) * product.out_row, step->pitch, conv->out + at,
-                            conv->residual ? conv->residual + at : NULL, height, step->out.width,
-                            context->own->bias[m], op->relu);
+            kernels->finish(
+                product.out + (m - begin) * product.out_row, step->pitch, conv->out + at,
+                conv->residual ? conv->residual + at : NULL, height, step->out.width, context->own->bias[m], op->relu);
         }
     }
 }
 
-/* Rows [begin, end) of the padded phases of a plane, each from its upper left corner at (-1, -1) on. */
+/* Copy rows [begin, end) of the phases of a plane, each with a border of one pixel. */
 static void pad(
-        const op_t *op, const shape_t *map, const tiling_t *tiling, const float *plane, int begin, int end, float *padded) {
+    const op_t *op, const shape_t *map, const tiling_t *tiling, const float *plane, int begin, int end, float *padded) {
     const int dilation = op->dilation;
     for (int i = begin; i < end; i++) {
         float *row = padded + (ptrdiff_t)i * tiling->pitch;
@@ -200,10 +201,10 @@ static void pad(
     }
 }
 
-/* Pixels of phases back to their places in a plane, with what follows a convolution. */
+/* Copy the pixels of phases to their places in a plane, with bias, residual and ReLU. */
 static void interleave(
-        const op_t *op, const shape_t *map, const tiling_t *tiling, const piece_t *pieces, int count, const float *phases,
-        float *out, const float *residual, float bias) {
+    const op_t *op, const shape_t *map, const tiling_t *tiling, const piece_t *pieces, int count, const float *phases,
+    float *out, const float *residual, float bias) {
     const int dilation = op->dilation;
     for (int i = 0; i < count; i++)
         for (int y = 0; y < pieces[i].rows; y++) {
@@ -234,7 +235,7 @@ static void run_winograd(context_t *context, conv_t *conv) {
     product.out_vector = m_vector;
     for (int begin = 0; begin < tiling->vectors; begin += step->block) {
         int end = begin + step->block < tiling->vectors ? begin + step->block : tiling->vectors;
-        /* Of the padded plane, the rows that these tiles read. */
+        /* Rows of the padded planes that these tiles read. */
         const piece_t *pieces = tiling->pieces;
         int last = end * tiling->pieces_per_vector - 1;
         while (!pieces[last].rows)
@@ -263,15 +264,16 @@ static void run_winograd(context_t *context, conv_t *conv) {
             const float *mk = m + k * kernels->lanes;
             float bias = context->own->bias[k];
             if (conv->op->dilation == 1) {
-                kernels->transform_output(tiling, mk, m_vector, step->m_point, begin, end, conv->out + at, residual,
-                                          bias, conv->op->relu);
+                kernels->transform_output(
+                    tiling, mk, m_vector, step->m_point, begin, end, conv->out + at, residual, bias, conv->op->relu);
                 continue;
             }
             float *phases = context->own->plane;
             kernels->transform_output(tiling, mk, m_vector, step->m_point, begin, end, phases, NULL, 0.f, 0);
             int per_vector = tiling->pieces_per_vector;
-            interleave(conv->op, &step->out, tiling, pieces + begin * per_vector, (end - begin) * per_vector, phases,
-                       conv->out + at, residual, bias);
+            interleave(
+                conv->op, &step->out, tiling, pieces + begin * per_vector, (end - begin) * per_vector, phases,
+                conv->out + at, residual, bias);
         }
     }
 }
@@ -290,10 +292,10 @@ static void run_conv(context_t *context, const op_t *op, const step_t *step) {
         run_pointwise(context, &conv, conv.in, step->in.plane);
 }
 
-/* Row i of a max-pooled plane: first down the columns of its window, then along the row, whose borders never win. */
+/* Compute row i of a max-pooled plane: reduce the columns of the window, then the row. */
 static void max_pool_row(
-        const kernels_t *kernels, const op_t *op, const shape_t *in, int i, const float *plane, float *columns, int width,
-        float *out) {
+    const kernels_t *kernels, const op_t *op, const shape_t *in, int i, const float *plane, float *columns, int width,
+    float *out) {
     int top = i * op->stride - op->padding, bottom = top + op->kernel;
     top = top > 0 ? top : 0;
     bottom = bottom < in->height ? bottom : in->height;
@@ -308,8 +310,9 @@ static void max_pool_row(
     kernels->max_windows(columns, op->kernel, op->stride, out, width);
 }
 
-/* Row i of an average-pooled plane; padding does not count. */
-static void average_row(const op_t *op, const shape_t *in, int i, const float *plane, float *columns, int width, float *out) {
+/* Compute row i of an average-pooled plane. Padding does not count. */
+static void average_row(
+    const op_t *op, const shape_t *in, int i, const float *plane, float *columns, int width, float *out) {
     int top = i * op->stride - op->padding, bottom = top + op->kernel;
     top = top > 0 ? top : 0;
     bottom = bottom < in->height ? bottom : in->height;
@@ -367,8 +370,9 @@ static void run_gate(context_t *context, const op_t *op, const step_t *step) {
     ptrdiff_t pixels = (ptrdiff_t)step->in.height * step->in.width;
     range_t channels = part(context, op->c_in);
     for (ptrdiff_t c = channels.begin; c < channels.end; c++)
-        sample->pooled[c] = (float)(
-            context->plan->network->kernels->sum(sample->buffers[op->in] + c * step->in.plane, pixels) / (double)pixels);
+        sample->pooled[c] =
+            (float)(context->plan->network->kernels->sum(sample->buffers[op->in] + c * step->in.plane, pixels)
+                    / (double)pixels);
     meet(context);
     if (context->thread != 0)
         return;
@@ -406,8 +410,7 @@ static void copy_out(context_t *context, const op_t *op, const step_t *step, flo
 }
 
 static void run_sample(
-    context_t *context, const float *image, float *const *outputs, int32_t *num_open, int64_t index
-) {
+    context_t *context, const float *image, float *const *outputs, int32_t *num_open, int64_t index) {
     const plan_t *plan = context->plan;
     const network_t *network = plan->network;
     ptrdiff_t pixels = (ptrdiff_t)plan->height * plan->width;
@@ -449,18 +452,19 @@ typedef struct {
     int64_t count;
     float *const *outputs;
     int32_t *num_open;
-    atomic_llong next;  /* sample that no thread has taken yet */
+    atomic_llong next; /* next sample to run */
 } batch_t;
 
-/* Samples on threads of their own, and those left over by all threads together. */
+/* Each thread runs its own samples. All threads share the remaining ones. */
 static void run_batch(void *argument, int thread, int threads) {
     batch_t *batch = argument;
     workspace_t *workspace = batch->workspace;
     const plan_t *plan = workspace->plan;
     ptrdiff_t image = (ptrdiff_t)plan->network->in_channels * plan->height * plan->width;
     int64_t alone = threads <= workspace->num_samples ? batch->count / threads * threads : 0;
-    context_t own = {plan, &workspace->samples[threads <= workspace->num_samples ? thread : 0],
-                     &workspace->threads[thread], 0, 1, NULL};
+    context_t own = {
+        plan, &workspace->samples[threads <= workspace->num_samples ? thread : 0], &workspace->threads[thread], 0, 1,
+        NULL};
     for (int64_t n; (n = atomic_fetch_add(&batch->next, 1)) < alone;)
         run_sample(&own, batch->images + n * image, batch->outputs, batch->num_open, n);
     if (alone == batch->count)
@@ -471,18 +475,18 @@ static void run_batch(void *argument, int thread, int threads) {
         run_sample(&shared, batch->images + n * image, batch->outputs, batch->num_open, n);
 }
 
-/* Images [count][channels][height][width] through the network; output i is [count][channels][height][width] too. The
- * channels that each gate had open go to num_open, [count][gates], unless that is NULL. */
+/* Run images [count][channels][height][width]. Outputs have the same layout. If num_open is not NULL, it is set to the
+ * number of open channels, [count][gates]. */
 API int tg_run(
     workspace_t *workspace, const float *images, int64_t count, float *const *outputs, int num_outputs,
-    int32_t *num_open
-) {
+    int32_t *num_open) {
     const network_t *network = workspace->plan->network;
     int expected = 0;
     for (int i = 0; i < network->num_ops; i++)
         expected += network->ops[i].kind == OUTPUT;
     if (!images || !outputs || count < 0 || num_outputs != expected)
-        return fail("a run on %lld images with %d outputs, of which there are %d", (long long)count, num_outputs, expected);
+        return fail(
+            "invalid run: %lld images, %d outputs, expected %d", (long long)count, num_outputs, expected);
     batch_t batch = {workspace, images, count, outputs, num_open, 0};
     team_run(workspace->team, run_batch, &batch);
     return 0;

@@ -1,4 +1,4 @@
-/* A team of threads that runs a job together: the caller and workers of its own.
+/* A team of threads that runs a job together: the caller and its workers.
  *
  * Threads meet after each operation of a network, every few microseconds, so they wait for one another without sleeping.
  * Between jobs, workers sleep after a moment, and leave the cores to others. */

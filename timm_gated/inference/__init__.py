@@ -1,8 +1,9 @@
-"""Gated networks in deployment: `accelerate` and exports"""
+"""Inference with gated networks: `accelerate` and export"""
 from .accelerate import Accelerated, accelerate
+from .compiler import Trunk, compile_trunk, register_forward, trunk
 from .export import export_onnx, export_program, onnx_difference
 from .native import instruction_sets
-from .program import ConvOp, Program, Trunk, compile_trunk, register_forward, trunk
+from .program import ConvOp, Program
 from .sliced import SlicedRunner
 
 __all__ = [

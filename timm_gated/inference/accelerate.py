@@ -1,11 +1,11 @@
-"""`accelerate`: a gated network that runs only what its gates leave open
+"""`accelerate`: gated networks that compute only open filters
 
     fast = timm_gated.accelerate(model)
     fast(images)
 
-The result is an evaluation-only module with the network's outputs. Each image runs its own open filters; images of
-a batch are independent. Two backends: 'native', this package's own kernels for the CPU, and 'torch', which slices
-tensors and runs on any device.
+The result is an evaluation-only module with the outputs of the network. Each image of a batch runs its own filters.
+There are two backends: 'native', this package's own CPU kernels, and 'torch', which slices weights and runs on any
+device.
 """
 import copy
 from typing import Any, Dict, List, Optional, Tuple, Union
@@ -15,9 +15,10 @@ import torch.nn as nn
 from torch.overrides import has_torch_function_unary
 
 from ..layers import MacCounter, Macs, ModuleMacs, run_and_report
+from .compiler import Trunk, compile_trunk, find_trunk
 from .cost import ProgramCost
 from .native import NativeRunner, why_not
-from .program import Trunk, check_images, compile_trunk, find_trunk
+from .program import check_images
 from .sliced import SlicedRunner
 
 __all__ = ['Accelerated', 'accelerate']
@@ -26,7 +27,7 @@ BACKENDS = ('auto', 'native', 'torch')
 
 
 class Accelerated(nn.Module):
-    """A network of `accelerate`: the trunk run by a backend, then the head.
+    """An accelerated network: a trunk that a backend runs, then the head.
 
     Attributes:
         backend: 'native' or 'torch'.
@@ -50,13 +51,13 @@ class Accelerated(nn.Module):
 
     def train(self, mode: bool = True) -> 'Accelerated':
         if mode:
-            raise ValueError('an accelerated network is for evaluation only; train the network it was made from.')
+            raise ValueError('an accelerated network is for evaluation only; train the original network.')
         return self
 
     @torch.no_grad()
     def forward_features(self, x: torch.Tensor) -> Any:
-        """As the network's own: the last map, or the features of a features_only network."""
-        if has_torch_function_unary(x):  # somebody counts
+        """Return the last map, or the features of a features_only network."""
+        if has_torch_function_unary(x):  # a MacCounter is active
             return run_and_report(self, x)[0]
         return self._assemble(self.runner(x))
 
@@ -69,10 +70,10 @@ class Accelerated(nn.Module):
             return features
         if self.backend == 'torch' or dtype == torch.float32:
             return self.head(features)
-        return self.head(features.float()).to(dtype)  # as the trunk: in float32, whatever the images are
+        return self.head(features.float()).to(dtype)  # float32, like the trunk
 
     def run_with_cost(self, x: torch.Tensor) -> Tuple[Any, ModuleMacs]:
-        """As `forward_features`, with the MACs."""
+        """Like `forward_features`, but also return the MACs."""
         num_open = torch.empty(len(x), self._cost.num_gates, dtype=torch.int32, device='cpu')
         features = self._assemble(self.runner(x, num_open))
         cost = self._cost.at(*x.shape[2:])
@@ -80,10 +81,10 @@ class Accelerated(nn.Module):
 
     @torch.no_grad()
     def run_with_macs(self, x: torch.Tensor) -> Tuple[Any, Macs]:
-        """As `forward`, with the MACs of each image by what its gates decided. Threads may share the network.
+        """Like `forward`, but also return the MACs per image. Thread-safe.
 
         Args:
-            x: A batch of images.
+            x: Batch of images.
 
         Example:
             >>> output, macs = fast.run_with_macs(images)
@@ -91,33 +92,33 @@ class Accelerated(nn.Module):
         """
         check_images(x, self._cost.in_channels)
         cost = self._cost.at(*x.shape[2:])
-        if cost.whole is None:  # the first time, to learn what the head costs
+        if cost.network is None:  # count the head once per image size
             with MacCounter(self) as counter:
                 output = self(x)
             macs = counter.macs()
             if len(x):
-                cost.whole = macs
+                cost.network = macs
             return output, macs
         features, trunk = self.run_with_cost(x)
         by_module = {
             name: ModuleMacs(part.dense, torch.full_like(trunk.per_sample, part.dense)) if name else trunk
-            for name, part in cost.whole.by_module.items()}
-        per_sample = trunk.per_sample + (cost.whole.dense - trunk.dense)
-        return self._finish(features, x.dtype), Macs(cost.whole.dense, per_sample, by_module, cost.whole.uncounted)
+            for name, part in cost.network.by_module.items()}
+        per_sample = trunk.per_sample + (cost.network.dense - trunk.dense)
+        return self._finish(features, x.dtype), Macs(
+            cost.network.dense, per_sample, by_module, cost.network.uncounted)
 
 
 def accelerate(model: nn.Module, backend: str = 'auto', isa: Optional[str] = None) -> nn.Module:
-    """Make a network for evaluation that computes only what its gates leave open. The network itself is not changed.
+    """Create an evaluation-only copy of a network that computes only open filters.
 
-    Supported are the ResNets of this package and of timm, gated or dense, classifiers and features_only backbones;
-    mmseg's with `mmseg_plugin`; and modules that contain such networks, such as segmentors, in a copy of which they
-    are replaced. Outputs agree up to rounding. (A gate whose logit is within rounding of zero may fall the other way.)
-    Hooks of the network's modules are not run.
+    Supported are gated and dense ResNets of this package and of timm (classifiers and features_only backbones), mmseg's
+    ResNets with `mmseg_plugin`, and modules that contain such networks, for example segmentors. Outputs agree up to
+    rounding, except that rounding may flip a gate whose logit is close to zero. Hooks of the network are not run.
 
     Args:
-        model: The network. Gates that are forced, for all images alike, stay forced.
-        backend: 'native', 'torch', or 'auto': native where it was built and the network is on the CPU.
-        isa: Instruction set of the native kernels: 'avx512', 'avx2' or 'portable'; the best one here by default.
+        model: Network to accelerate. Gates with a forced mask stay forced.
+        backend: 'native', 'torch' or 'auto', which selects 'native' if it was built and the network is on the CPU.
+        isa: Instruction set of the native kernels: 'avx512', 'avx2' or 'portable'. The fastest available by default.
 
     Example:
         >>> fast = accelerate(timm.create_model('gated_resnet34'))
@@ -140,15 +141,15 @@ def accelerate(model: nn.Module, backend: str = 'auto', isa: Optional[str] = Non
         id(module): Accelerated(parts, backend, isa) for module, parts in _trunks(model)}
     if not replacements:
         raise ValueError(
-            f'{type(model).__name__} is not, and does not contain, a network that can be accelerated: a ResNet of '
-            f'timm or of this package, or one of mmseg after `import mmseg_plugin`.')
+            f'{type(model).__name__} contains no network that can be accelerated. Supported: ResNets of timm and of '
+            f'this package, and of mmseg after `import mmseg_plugin`.')
     fast = copy.deepcopy(model, replacements)
     fast.eval()
     return fast
 
 
 def _trunks(model: nn.Module) -> List[Tuple[nn.Module, Trunk]]:
-    """The outermost networks within a module that can be accelerated."""
+    """Find the outermost submodules that can be accelerated."""
     found = []
     for child in model.children():
         parts = find_trunk(child)

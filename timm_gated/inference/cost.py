@@ -1,6 +1,6 @@
-"""What a program costs: MACs as a function of the channels that its gates have open
+"""MACs of a program as a function of the number of open channels per gate
 
-By the convention of `timm_gated.count_macs`, so that an accelerated network reports what its original would.
+The MAC convention is that of `timm_gated.count_macs`: an accelerated network reports the MACs of the original network.
 """
 from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Optional, Set, Tuple
@@ -13,40 +13,42 @@ from .program import ConvOp, GateOp, Op, PoolOp, Program, SkipOp, SubsampleOp
 
 __all__ = ['Cost', 'ProgramCost']
 
-_MAX_SIZES = 16  # of images, to remember the cost of
+_MAX_SIZES = 16  # cached image sizes
 
 
 @dataclass
 class Cost:
-    """MACs of an image of one size.
+    """MACs per image for one image size.
+
+    Gated MACs are grouped by the one or two gates whose numbers of open channels they are proportional to.
 
     Attributes:
-        dense: MACs without gates and with everything open.
-        fixed: MACs that every image uses, those of the gates included.
-        first: For each group of gated MACs, the gate that they are proportional to the open channels of.
-        second: A second such gate, or the number of gates if there is none.
-        macs: MACs of the group for one open channel of each.
-        whole: MACs of some batch through the whole network, with what comes after the program.
+        dense: MACs of the dense network.
+        fixed: MACs that do not depend on gates, plus those of the gates.
+        first: First gate per group.
+        second: Second gate per group, or the number of gates if there is none.
+        macs: MACs per group for one open channel of each gate.
+        network: MACs of a batch through the complete network, the head included.
     """
     dense: int
     fixed: int
     first: torch.Tensor
     second: torch.Tensor
     macs: torch.Tensor
-    whole: Optional[Macs] = None
+    network: Optional[Macs] = None
 
     def used(self, num_open: torch.Tensor) -> torch.Tensor:
-        """MACs of each image, [N], int64, from its open channels by gate, [N, gates]."""
-        counts = F.pad(num_open.long(), (0, 1), value=1)  # (a last one, for groups of one gate)
+        """Return the MACs per image, [N], int64, for the number of open channels per gate, [N, gates]."""
+        counts = F.pad(num_open.long(), (0, 1), value=1)  # a factor of 1 for groups with one gate
         products = counts.index_select(1, self.first) * counts.index_select(1, self.second)
         return (products * self.macs).sum(1) + self.fixed
 
 
 class ProgramCost:
-    """Costs of a program, for images of any size. It keeps no weights.
+    """MACs of a program for any image size. Keeps no weights.
 
     Args:
-        program: The program.
+        program: Program to count.
     """
 
     def __init__(self, program: Program) -> None:
@@ -56,7 +58,7 @@ class ProgramCost:
         self._costs: Dict[Tuple[int, int], Cost] = {}
 
     def at(self, height: int, width: int) -> Cost:
-        """Of images of one size."""
+        """Return the cost for one image size."""
         cost = self._costs.get((height, width))
         if cost is None:
             cost = self._count(height, width)
@@ -67,9 +69,9 @@ class ProgramCost:
 
     def _count(self, height: int, width: int) -> Cost:
         shapes = {0: (self.in_channels, height, width)}
-        gates: Dict[int, int] = {}  # their widths
-        pooled: Set[int] = set()  # maps that a gate has pooled for others as well
-        skipping: List[Optional[int]] = []  # for the convolutions to come, the gate that may leave them out
+        gates: Dict[int, int] = {}  # number of channels by gate
+        pooled: Set[int] = set()  # maps whose pooling is already counted
+        skipping: List[Optional[int]] = []  # gates of the next convolutions that may be skipped
         dense = fixed = 0
         groups: Dict[Tuple[int, int], int] = {}
         for op in self._ops:
@@ -91,7 +93,7 @@ class ProgramCost:
                     switches = [gate for gate in (op.gate_in, op.gate_out, *skipping[:1]) if gate is not None]
                     skipping = skipping[1:]
                     if switches:
-                        assert len(switches) <= 2, 'a block is switched whole, or channel by channel'
+                        assert len(switches) <= 2, 'a block is gated as a unit or per channel, not both'
                         for gate in switches:
                             macs //= gates[gate]
                         group = switches[0], (*switches, self.num_gates)[1]
@@ -109,7 +111,7 @@ def _without_data(op: Op) -> Op:
 
 
 def _shape(op: Any, channels: int, height: int, width: int) -> Tuple[int, int, int]:
-    """Of the map that an operation makes."""
+    """Return the shape of the output map of an operation."""
     if isinstance(op, SubsampleOp):
         return channels + op.before + op.after, -(-height // op.stride), -(-width // op.stride)
     if isinstance(op, ConvOp):
@@ -125,4 +127,4 @@ def _pooled_side(op: PoolOp, side: int) -> int:
     if not op.ceil_mode:
         return beyond // op.stride + 1
     pooled = -(-beyond // op.stride) + 1
-    return pooled - 1 if (pooled - 1) * op.stride >= side + op.padding else pooled  # no window begins in the padding
+    return pooled - 1 if (pooled - 1) * op.stride >= side + op.padding else pooled  # no window starts in the padding

@@ -1,7 +1,7 @@
-"""Networks as files for other runtimes: ONNX graphs and `torch.export` programs
+"""Export to ONNX and `torch.export`
 
-A gated network is exported with masks: every filter runs, and closed ones are multiplied by zero. That is right in any
-runtime, but no faster. What makes such a file faster is pruning or specialising the network first.
+A gated network is exported with masks: all filters run, and closed ones are multiplied by zero. The exported network is
+correct in any runtime, but not faster than the dense one. Prune or specialize the network first to make it faster.
 """
 import copy
 from pathlib import Path
@@ -24,21 +24,21 @@ def export_onnx(
         input_size: Optional[Sequence[int]] = None,
         opset: int = 23,
 ) -> Path:
-    """Write a network as an ONNX file, for batches of any size. The file is written whole or not at all.
+    """Export a network to ONNX with a dynamic batch size. The file is written atomically.
 
-    The input is called `images`, the output `logits`, or `features0`, `features1` … if there are several.
+    The input is named `images`. The output is named `logits`, or `features0`, `features1`, … if there are several.
 
     Args:
-        model: The network; it is exported in evaluation mode, and not changed.
-        path: The file.
-        input_size: Channels, height and width of the images; by default those of the model's pretrained config.
-        opset: Version of ONNX's operators.
+        model: Network to export. It is exported in evaluation mode and not changed.
+        path: File to write.
+        input_size: Channels, height and width of the images. Taken from the pretrained config by default.
+        opset: ONNX opset version.
     """
     model, images = _prepare(model, input_size)
     if images.dtype is torch.bfloat16:
         raise ValueError(
-            'torch writes a network in bfloat16 with float32 among its types, which ONNX does not allow. Export '
-            'model.float() or model.half() instead.')
+            'bfloat16 networks cannot be exported: torch mixes bfloat16 and float32, which ONNX does not allow. '
+            'Export model.float() or model.half() instead.')
     with torch.no_grad():
         outputs = model(images)
     names = ['logits'] if isinstance(outputs, torch.Tensor) else [f'features{i}' for i in range(len(outputs))]
@@ -51,12 +51,12 @@ def export_onnx(
 
 
 def export_program(model: nn.Module, path: PathLike, input_size: Optional[Sequence[int]] = None) -> Path:
-    """Write a network as a `torch.export` program (`.pt2`), for batches of any size; `torch.export.load` reads it.
+    """Export a network as a `torch.export` program (`.pt2`) with a dynamic batch size.
 
     Args:
-        model: The network; it is exported in evaluation mode, and not changed.
-        path: The file.
-        input_size: Channels, height and width of the images; by default those of the model's pretrained config.
+        model: Network to export. It is exported in evaluation mode and not changed.
+        path: File to write.
+        input_size: Channels, height and width of the images. Taken from the pretrained config by default.
     """
     model, images = _prepare(model, input_size)
     program = torch.export.export(model, (images,), dynamic_shapes=_dynamic_batch())
@@ -68,14 +68,14 @@ def export_program(model: nn.Module, path: PathLike, input_size: Optional[Sequen
 
 @torch.no_grad()
 def onnx_difference(path: PathLike, model: nn.Module, images: torch.Tensor) -> float:
-    """The largest difference between outputs in ONNX Runtime and in torch, relative to outputs above 1.
+    """Return the largest difference between the outputs of ONNX Runtime and torch, relative if outputs exceed 1.
 
     Args:
         path: ONNX file of the model.
-        model: The model, in evaluation mode.
-        images: A batch.
+        model: Model in evaluation mode.
+        images: Batch of images.
     """
-    import onnxruntime  # (an extra: exporting itself needs none)
+    import onnxruntime  # optional dependency
     session = onnxruntime.InferenceSession(str(path), providers=['CPUExecutionProvider'])
     actual = session.run(None, {'images': images.cpu().numpy()})
     outputs = model(images)
@@ -89,11 +89,11 @@ def _prepare(model: nn.Module, input_size: Optional[Sequence[int]]) -> Tuple[nn.
     if input_size is None:
         config: Any = getattr(model, 'pretrained_cfg', {})
         if 'input_size' not in config:
-            raise ValueError(f'this {type(model).__name__} does not say its input_size: give one, as (3, 224, 224).')
+            raise ValueError(f'{type(model).__name__} has no default input_size; pass one, for example (3, 224, 224).')
         input_size = (getattr(model, 'in_chans', config['input_size'][0]), *config['input_size'][1:])
     if len(input_size) != 3 or min(input_size) < 1:
         raise ValueError(f'input_size must be channels, height and width, got {tuple(input_size)}.')
-    forced = {name: gate.forced for name, gate in gates(model)}  # which copies lose
+    forced = {name: gate.forced for name, gate in gates(model)}  # deepcopy drops it
     model = copy.deepcopy(unwrap(model))
     for name, gate in gates(model):
         gate.forced = forced[name]

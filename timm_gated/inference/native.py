@@ -1,7 +1,7 @@
-"""The native backend: a program run by this package's own kernels
+"""The native backend: runs a program with this package's own CPU kernels
 
 The kernels (`timm_gated/csrc`) are plain C, built with the package and called through ctypes. They compute only open
-filters, read from weights that are packed once, and keep to themselves from the image to the last map.
+filters and read them from weights that are packed once.
 """
 import ctypes
 import threading
@@ -15,37 +15,28 @@ from .program import ConvOp, GateOp, Op, OutputOp, PoolOp, Program, SkipOp, Subs
 
 __all__ = ['NativeRunner', 'instruction_sets', 'why_not']
 
-_MAX_PLANS = 4  # sizes of images to keep memory for, the last ones used
-
-
-class _Int:
-    """A number for the library. One that is no C int goes as the nearest that is, which the library refuses as well."""
-
-    @staticmethod
-    def from_param(value: int) -> c_int:
-        return c_int(min(max(value, -2 ** 31), 2 ** 31 - 1))
-
-
-_VERSION = 3  # of the library's functions
+_MAX_PLANS = 4  # image sizes to keep memory for, most recently used
+_MAX_PIXELS = 2 ** 26  # per image (csrc/plan.c)
+_VERSION = 3  # must equal tg_version()
 _SIGNATURES: Dict[str, Tuple[Any, List[Any]]] = {
     'tg_version': (c_int, []),
     'tg_error': (c_char_p, []),
-    'tg_isa': (c_char_p, [_Int]),
-    'tg_network_new': (c_void_p, [c_char_p, _Int, _Int, _Int]),
+    'tg_isa': (c_char_p, [c_int]),
+    'tg_network_new': (c_void_p, [c_char_p, c_int, c_int, c_int]),
     'tg_network_free': (None, [c_void_p]),
-    'tg_add_conv': (c_int, [c_void_p, *[_Int] * 12, c_void_p, c_void_p]),
-    'tg_add_gate': (c_int, [c_void_p, *[_Int] * 5, *[c_void_p] * 4]),
-    'tg_add_pool': (c_int, [c_void_p, *[_Int] * 7]),
-    'tg_add_subsample': (c_int, [c_void_p, *[_Int] * 5]),
-    'tg_add_skip': (c_int, [c_void_p, *[_Int] * 4]),
-    'tg_add_output': (c_int, [c_void_p, _Int]),
+    'tg_add_conv': (c_int, [c_void_p, *[c_int] * 12, c_void_p, c_void_p]),
+    'tg_add_gate': (c_int, [c_void_p, *[c_int] * 5, *[c_void_p] * 4]),
+    'tg_add_pool': (c_int, [c_void_p, *[c_int] * 7]),
+    'tg_add_subsample': (c_int, [c_void_p, *[c_int] * 5]),
+    'tg_add_skip': (c_int, [c_void_p, *[c_int] * 4]),
+    'tg_add_output': (c_int, [c_void_p, c_int]),
     'tg_transformed_bytes': (c_size_t, [c_void_p]),
-    'tg_plan_new': (c_void_p, [c_void_p, _Int, _Int]),
+    'tg_plan_new': (c_void_p, [c_void_p, c_int, c_int]),
     'tg_plan_free': (None, [c_void_p]),
-    'tg_plan_output': (c_int, [c_void_p, _Int, POINTER(c_int)]),
-    'tg_workspace_new': (c_void_p, [c_void_p, _Int, _Int]),
+    'tg_plan_output': (c_int, [c_void_p, c_int, POINTER(c_int)]),
+    'tg_workspace_new': (c_void_p, [c_void_p, c_int, c_int]),
     'tg_workspace_free': (None, [c_void_p]),
-    'tg_run': (c_int, [c_void_p, c_void_p, c_int64, POINTER(c_void_p), _Int, c_void_p]),
+    'tg_run': (c_int, [c_void_p, c_void_p, c_int64, POINTER(c_void_p), c_int, c_void_p]),
 }
 
 
@@ -59,7 +50,7 @@ def _load() -> Tuple[Optional[ctypes.CDLL], str]:
     except (ImportError, OSError, AttributeError) as error:
         return None, str(error)
     if library.tg_version() != _VERSION:
-        return None, 'they were built from other sources'
+        return None, 'they were built from another version of the sources'
     return library, ''
 
 
@@ -67,7 +58,7 @@ _library, _load_error = _load()
 
 
 def why_not() -> str:
-    """Why the native backend is not there, or an empty string if it is."""
+    """Return why the native backend is not available, or an empty string if it is."""
     if _library is not None:
         return ''
     return (
@@ -76,7 +67,7 @@ def why_not() -> str:
 
 
 def instruction_sets() -> List[str]:
-    """The instruction sets that the kernels can use here, best first."""
+    """Return the instruction sets that the kernels can use on this machine, fastest first."""
     names: List[str] = []
     while _library is not None and (name := _library.tg_isa(len(names))) is not None:
         names.append(name.decode())
@@ -97,7 +88,7 @@ def _check(result: Any, failed: bool) -> Any:
 
 
 class _Handle:
-    """Owns an object of the library, and whatever that object refers to."""
+    """Owns an object of the library and keeps the objects that it refers to alive."""
 
     def __init__(self, pointer: Optional[int], free: Any, *keep: Any) -> None:
         self.pointer = _check(pointer, not pointer)
@@ -110,7 +101,7 @@ class _Handle:
 
 
 class _Plan:
-    """A program for images of one size, and memory to run it in."""
+    """A program for one image size, and its memory."""
 
     def __init__(self, network: _Handle, height: int, width: int) -> None:
         library = _get()
@@ -119,14 +110,14 @@ class _Plan:
         size = (c_int * 3)()
         while library.tg_plan_output(self.handle.pointer, len(self.outputs), size):
             self.outputs.append(tuple(size))
-        self._idle: Dict[int, List[Tuple[int, _Handle]]] = {}  # by threads: how many samples at a time, and the memory
+        self._idle: Dict[int, List[Tuple[int, _Handle]]] = {}  # by number of threads: samples at a time, memory
 
     def run(self, images: torch.Tensor, threads: int, num_open: Optional[torch.Tensor]) -> List[torch.Tensor]:
         library = _get()
         count = images.shape[0]
         if count == 0:
             return self._results(0)
-        # Memory is kept for the next call; a second call at the same time gets its own.
+        # Reuse the memory of an earlier call. Concurrent calls have their own.
         idle = self._idle.setdefault(threads, [])
         try:
             samples, workspace = idle.pop()
@@ -150,11 +141,11 @@ class _Plan:
 
 
 class NativeRunner:
-    """Runs a program natively, on the CPU in float32.
+    """Runs a program on the CPU in float32.
 
     Args:
-        program: What to run.
-        isa: Instruction set; the best one by default.
+        program: Program to run.
+        isa: Instruction set, the fastest available one by default.
     """
 
     def __init__(self, program: Program, isa: Optional[str] = None) -> None:
@@ -171,26 +162,24 @@ class NativeRunner:
 
     @property
     def transformed_bytes(self) -> int:
-        """What weights in Winograd's domain take up, for the sizes of images seen so far."""
+        """Size of the Winograd-transformed weights, for the image sizes seen so far."""
         return _get().tg_transformed_bytes(self._network.pointer)
 
     def _add(self, op: Op) -> int:
         library, network = _get(), self._network.pointer
 
-        def number(value: Optional[int]) -> int:  # -1 says that there is none, so a negative one goes as another
-            return -1 if value is None else value if value >= 0 else -2
+        def number(value: Optional[int]) -> int:
+            return -1 if value is None else value
 
         if isinstance(op, ConvOp):
             c_out, c_in, kernel = op.weight.shape[:3]
-            weight, bias = _floats(op.weight, (c_out, c_in, kernel, kernel)), _floats(op.bias, (c_out,))
+            weight, bias = _floats(op.weight), _floats(op.bias)
             return library.tg_add_conv(
                 network, op.source, op.target, number(op.residual), number(op.gate_in), number(op.gate_out),
                 c_in, c_out, kernel, op.stride, op.dilation, op.padding, op.relu, weight.data_ptr(), bias.data_ptr())
         if isinstance(op, GateOp):
             (hidden, c_in), size = op.weight1.shape, len(op.weight2)
-            tensors = [
-                _floats(op.weight1, (hidden, c_in)), _floats(op.bias1, (hidden,)),
-                _floats(op.weight2, (size, hidden)), _floats(op.bias2, (size,))]
+            tensors = [_floats(tensor) for tensor in (op.weight1, op.bias1, op.weight2, op.bias2)]
             return library.tg_add_gate(
                 network, op.source, op.gate, c_in, hidden, size, *(tensor.data_ptr() for tensor in tensors))
         if isinstance(op, PoolOp):
@@ -204,28 +193,31 @@ class NativeRunner:
         return library.tg_add_output(network, op.source)
 
     def __deepcopy__(self, memo: Any) -> 'NativeRunner':
-        return self  # it never changes
+        return self  # immutable
 
     def __reduce__(self) -> Any:
-        raise TypeError('an accelerated network cannot be pickled; save the network it was made from.')
+        raise TypeError('an accelerated network cannot be pickled; save the original network.')
 
     @torch.compiler.disable
     def __call__(self, images: torch.Tensor, num_open: Optional[torch.Tensor] = None) -> List[torch.Tensor]:
-        """Run a batch; returns the maps that the program hands out.
+        """Run a batch and return the output maps of the program.
 
         Args:
-            images: The batch.
-            num_open: Gets the number of channels that each gate has open for each image, [N, gates], int32.
+            images: Batch of images.
+            num_open: Output tensor for the number of open channels per image and gate, [N, gates], int32.
         """
         if torch.jit.is_tracing():
-            raise ValueError('an accelerated network cannot be traced; trace the network it was made from.')
+            raise ValueError('an accelerated network cannot be traced; trace the original network.')
         check_images(images, self._in_channels)
         if images.device.type != 'cpu':
             raise ValueError(
                 f"the native backend runs on the CPU, but the images are on '{images.device}'; use backend='torch'.")
+        height, width = images.shape[2:]
+        if height * width > _MAX_PIXELS:
+            raise ValueError(f'the native backend takes images of up to {_MAX_PIXELS} pixels, got {height} x {width}.')
         dtype = images.dtype
         images = _floats(images)
-        results = self._plan(*images.shape[2:]).run(images, torch.get_num_threads(), num_open)
+        results = self._plan(height, width).run(images, torch.get_num_threads(), num_open)
         return [result.to(dtype) for result in results]
 
     def _plan(self, height: int, width: int) -> _Plan:
@@ -237,8 +229,6 @@ class NativeRunner:
         return plan
 
 
-def _floats(tensor: torch.Tensor, shape: Optional[Tuple[int, ...]] = None) -> torch.Tensor:
-    """What the library reads: a float32 tensor in plain order, of the shape that it expects."""
-    if shape is not None and tensor.shape != shape:
-        raise ValueError(f'a weight of shape {tuple(tensor.shape)} should have the shape {shape}.')
+def _floats(tensor: torch.Tensor) -> torch.Tensor:
+    """Convert to a contiguous float32 tensor on the CPU."""
     return tensor.detach().to('cpu', torch.float32).contiguous().resolve_neg()

@@ -1,29 +1,26 @@
-"""A gated residual network as a short list of operations
+"""Programs: a gated residual network as a short list of operations
 
-What the backends of `accelerate` run. Batch norms are folded into convolutions and gates, dropout and the like are
-gone, and a block's gates come before its convolutions. Networks of timm, of this package and, through `trunk`, of other
-packages are taken apart by their modules; whatever has no counterpart here is refused with its name.
+The backends of `accelerate` run programs, `compile_trunk` makes them. A `Program` is validated when it is created, so
+that backends need not check it again. Checks that depend on the size of the images are left to the backends.
 """
-from dataclasses import dataclass, field
-from functools import partial, singledispatch
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple, Union
+from dataclasses import dataclass
+from typing import Any, Dict, NoReturn, Optional, Sequence, Set, Union
 
 import torch
-import torch.nn as nn
-from timm.models._features import FeatureDictNet, FeatureGetterNet, FeatureHookNet, FeatureListNet
-from timm.models.resnet import BasicBlock, Bottleneck, ResNet
-from torchvision.ops import FrozenBatchNorm2d
 
-from ..layers import ChannelGate, GatedBasicBlock, GatedBottleneck, GatedConvs
-from ..models import AigBasicBlock, AigBottleneck, AigGate, CarryNet, CarryStage, CifarResNet, PadShortcut
+__all__ = ['ConvOp', 'GateOp', 'Op', 'OutputOp', 'PoolOp', 'Program', 'SkipOp', 'SubsampleOp', 'check_images']
 
-__all__ = ['ConvOp', 'GateOp', 'Op', 'OutputOp', 'PoolOp', 'Program', 'SkipOp', 'SubsampleOp', 'Trunk', 'check_images',
-           'compile_trunk', 'find_trunk', 'register_forward', 'trunk']
+# Limits of the native kernels (csrc/network.h)
+_MAX_SIZE = 2 ** 20  # channels, maps, gates, dilation and padding
+_MAX_KERNEL = 64  # kernel size and stride
 
 
 @dataclass
 class ConvOp:
-    """A convolution with bias, perhaps a shortcut and a ReLU, over the channels that two gates leave open."""
+    """Convolution with bias, optionally followed by a shortcut and a ReLU.
+
+    Gates select the input channels (`gate_in`) and the output channels (`gate_out`) that are computed.
+    """
     source: int
     target: int
     weight: torch.Tensor
@@ -39,9 +36,9 @@ class ConvOp:
 
 @dataclass
 class GateOp:
-    """Decides from a pooled map which channels are open: two linear layers, a ReLU between them.
+    """Gate: global average pooling, two linear layers with a ReLU between them, open where the logit is positive.
 
-    `macs` are those of the layers as the network has them, before anything was folded.
+    `macs` counts the two layers of the original network, before batch norm is folded.
     """
     source: int
     gate: int
@@ -54,7 +51,7 @@ class GateOp:
 
 @dataclass
 class PoolOp:
-    """Max pooling, or average pooling that does not count its padding."""
+    """Max pooling, or average pooling that excludes the padding."""
     source: int
     target: int
     average: bool
@@ -66,7 +63,7 @@ class PoolOp:
 
 @dataclass
 class SubsampleOp:
-    """Every stride-th pixel, with channels of zeros before and after."""
+    """Strided subsampling, with `before` and `after` channels of zeros added."""
     source: int
     target: int
     stride: int
@@ -76,7 +73,7 @@ class SubsampleOp:
 
 @dataclass
 class SkipOp:
-    """Leaves out the next convolutions if a gate is closed: what they would make is then the ReLU of their shortcut."""
+    """Skips the next `count` convolutions if a gate is closed. `target` is then the ReLU of `source`, the shortcut."""
     source: int
     target: int
     gate: int
@@ -85,355 +82,200 @@ class SkipOp:
 
 @dataclass
 class OutputOp:
-    """Hands a map out."""
+    """Returns a map to the caller."""
     source: int
 
 
 Op = Union[ConvOp, GateOp, PoolOp, SubsampleOp, SkipOp, OutputOp]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Program:
-    """Operations on numbered maps, of which number 0 is the image.
+    """Operations on numbered maps. Map 0 is the image.
 
     Attributes:
-        in_channels: Channels of the images.
-        ops: In the order in which they run.
-        num_maps: How many maps are alive at a time.
-        num_gates: How many gates there are.
+        in_channels: Number of image channels.
+        ops: Operations in execution order.
+        num_maps: Number of maps, the image included.
+        num_gates: Number of gates.
+
+    Raises:
+        ValueError: If an operation is invalid; the message names the operation and the value.
     """
     in_channels: int
-    ops: List[Op] = field(default_factory=list)
+    ops: Sequence[Op]
     num_maps: int = 1
     num_gates: int = 0
 
+    def __post_init__(self) -> None:
+        _check_int('program', 'in_channels', self.in_channels, 1)
+        _check_int('program', 'num_maps', self.num_maps, 1)
+        _check_int('program', 'num_gates', self.num_gates, 0)
+        _Validator(self).run()
+
+
+def _check_int(where: str, name: str, value: Any, low: int, high: int = _MAX_SIZE) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f'{where}: {name} must be an integer between {low} and {high}, got {value!r}.')
+
+
+@dataclass
+class _Map:
+    """A map that has been written; with a gate, it holds only the channels that the gate has open."""
+    channels: int
+    gate: Optional[int] = None
+
+
+class _Validator:
+    """Goes through the operations of a program and keeps track of the maps and gates that exist."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.maps: Dict[int, _Map] = {0: _Map(program.in_channels)}
+        self.gates: Dict[int, int] = {}  # number of channels by gate
+        self.skipped: Dict[int, Set[int]] = {}  # by index of the last skipped operation: maps that may be missing then
+        self.where = ''
+
+    def run(self) -> None:
+        for index, op in enumerate(self.program.ops):
+            self.where = f'operation {index}, {type(op).__name__}'
+            if isinstance(op, ConvOp):
+                self._check_conv(op)
+            elif isinstance(op, GateOp):
+                self._check_gate(op)
+            elif isinstance(op, PoolOp):
+                self._check_pool(op)
+            elif isinstance(op, SubsampleOp):
+                self._check_subsample(op)
+            elif isinstance(op, SkipOp):
+                self._check_skip(op, index)
+            elif isinstance(op, OutputOp):
+                self._read('source', op.source)
+            else:
+                self._fail('unknown operation')
+            for number in self.skipped.pop(index, ()):
+                self.maps.pop(number, None)
+
+    def _fail(self, problem: str) -> NoReturn:
+        raise ValueError(f'{self.where}: {problem}.')
+
+    def _int(self, op: Op, name: str, low: int, high: int = _MAX_SIZE) -> int:
+        value = getattr(op, name)
+        _check_int(self.where, name, value, low, high)
+        return value
+
+    def _shape(self, op: Op, name: str, *shape: int) -> None:
+        actual = tuple(getattr(op, name).shape)
+        if actual != shape:
+            self._fail(f'{name} must have the shape {shape}, got {actual}')
+
+    def _gate_channels(self, op: Op, name: str) -> int:
+        gate = self._int(op, name, 0, self.program.num_gates - 1)
+        if gate not in self.gates:
+            self._fail(f'{name} {gate} is used before it is defined')
+        return self.gates[gate]
+
+    def _read(self, name: str, number: Any, gate: Optional[int] = None) -> int:
+        """Check that a map can be read under a gate; returns its number of channels."""
+        _check_int(self.where, name, number, 0, self.program.num_maps - 1)
+        if number not in self.maps:
+            self._fail(f'{name} {number} is read before it is written')
+        known = self.maps[number]
+        if known.gate != gate:
+            self._fail(f'{name} {number} is read under gate {gate}, but was written under gate {known.gate}')
+        return known.channels
+
+    def _check_target(self, op: Any, *sources: Optional[int]) -> None:
+        self._int(op, 'target', 1, self.program.num_maps - 1)
+        if op.target in sources:
+            self._fail(f'target {op.target} is also read')
+
+    def _check_conv(self, op: ConvOp) -> None:
+        if op.weight.ndim != 4:
+            self._fail(f'weight must have 4 dimensions, got the shape {tuple(op.weight.shape)}')
+        c_out, c_in, kernel = op.weight.shape[:3]
+        self._shape(op, 'weight', c_out, c_in, kernel, kernel)
+        self._shape(op, 'bias', c_out)
+        _check_int(self.where, 'number of output channels', c_out, 1)
+        _check_int(self.where, 'kernel size', kernel, 1, _MAX_KERNEL)
+        self._int(op, 'stride', 1, _MAX_KERNEL)
+        self._int(op, 'dilation', 1)
+        self._int(op, 'padding', 0)
+        for name, channels in (('gate_in', c_in), ('gate_out', c_out)):
+            gate = getattr(op, name)
+            if gate is not None and self._gate_channels(op, name) != channels:
+                self._fail(f'{name} {gate} has {self.gates[gate]} channels, the convolution has {channels}')
+        self._check_channels(op.source, self._read('source', op.source, op.gate_in), c_in)
+        self._check_target(op, op.source, op.residual)
+        if op.residual is not None:
+            if op.gate_out is not None:
+                self._fail(f'residual {op.residual} cannot be added under gate_out {op.gate_out}')
+            channels = self._read('residual', op.residual)
+            if channels != c_out:
+                self._fail(f'residual {op.residual} has {channels} channels, the convolution has {c_out}')
+        self.maps[op.target] = _Map(c_out, op.gate_out)
+
+    def _check_channels(self, source: int, channels: int, expected: int) -> None:
+        if channels != expected:
+            self._fail(f'source {source} has {channels} channels, the weight has {expected}')
+
+    def _check_gate(self, op: GateOp) -> None:
+        self._int(op, 'gate', 0, self.program.num_gates - 1)
+        if op.gate in self.gates:
+            self._fail(f'gate {op.gate} is defined twice')
+        if op.weight1.ndim != 2:
+            self._fail(f'weight1 must have 2 dimensions, got the shape {tuple(op.weight1.shape)}')
+        (hidden, c_in), size = op.weight1.shape, len(op.weight2)
+        _check_int(self.where, 'number of hidden units', hidden, 1)
+        _check_int(self.where, 'number of gated channels', size, 1)
+        self._shape(op, 'bias1', hidden)
+        self._shape(op, 'weight2', size, hidden)
+        self._shape(op, 'bias2', size)
+        self._check_channels(op.source, self._read('source', op.source), c_in)
+        self.gates[op.gate] = size
+
+    def _check_pool(self, op: PoolOp) -> None:
+        self._int(op, 'kernel', 1, _MAX_KERNEL)
+        self._int(op, 'stride', 1, _MAX_KERNEL)
+        self._int(op, 'padding', 0, op.kernel // 2)
+        channels = self._read('source', op.source)
+        self._check_target(op, op.source)
+        self.maps[op.target] = _Map(channels)
+
+    def _check_subsample(self, op: SubsampleOp) -> None:
+        self._int(op, 'stride', 1, _MAX_KERNEL)
+        channels = self._read('source', op.source) + self._int(op, 'before', 0) + self._int(op, 'after', 0)
+        _check_int(self.where, 'number of output channels', channels, 1)
+        self._check_target(op, op.source)
+        self.maps[op.target] = _Map(channels)
+
+    def _check_skip(self, op: SkipOp, index: int) -> None:
+        ops = self.program.ops
+        if self._gate_channels(op, 'gate') != 1:
+            self._fail(f'gate {op.gate} must have 1 channel, got {self.gates[op.gate]}')
+        self._int(op, 'count', 1, len(ops) - index - 1)
+        self._read('source', op.source)
+        self._check_target(op, op.source)
+        skipped: Sequence[Any] = ops[index + 1:index + 1 + op.count]
+        for other in skipped:
+            if not isinstance(other, ConvOp):
+                self._fail(f'only convolutions can be skipped, got {type(other).__name__}')
+            if other.target == op.source:
+                self._fail(f'source {op.source} is overwritten by a skipped convolution')
+        last = skipped[-1]
+        if (last.target, last.residual, last.relu) != (op.target, op.source, True):
+            self._fail(
+                f'the last skipped convolution must have target {op.target}, residual {op.source} and a ReLU, got '
+                f'target {last.target}, residual {last.residual} and relu={last.relu}')
+        self.skipped[index + op.count] = {other.target for other in skipped} - {op.target}
+
 
 def check_images(images: Any, channels: int) -> None:
-    """Refuse what a network does not take, in words that do not depend on the backend."""
+    """Raise a `ValueError` for inputs that a network does not accept. The messages are the same on all backends."""
     if not isinstance(images, torch.Tensor) or images.layout != torch.strided:
         raise ValueError(f'images must be a dense tensor, got {getattr(images, "layout", type(images).__name__)}.')
     if not images.is_floating_point():
         raise ValueError(f'images must be floating point, got {images.dtype}.')
     if images.ndim != 4 or images.shape[1] != channels or 0 in images.shape[2:]:
-        raise ValueError(
-            f'images must have the shape [N, {channels}, H, W] with pixels in them, got {tuple(images.shape)}.')
-
-
-# The forward methods that this module knows: a class that overrides them computes something else.
-_known_forwards: Set[Any] = {
-    nn.Sequential.forward, CarryStage.forward, BasicBlock.forward, Bottleneck.forward, GatedBasicBlock.forward,
-    GatedBasicBlock.forward_masked, GatedBottleneck.forward, GatedBottleneck.forward_masked,
-    AigBasicBlock.forward, AigBottleneck.forward,
-    ResNet.forward, ResNet.forward_features, ResNet.forward_head, CifarResNet.forward, CifarResNet.forward_features,
-    CifarResNet.forward_head, CarryNet.forward_features, FeatureDictNet.forward, FeatureListNet.forward,
-    FeatureDictNet._collect}
-
-
-def register_forward(cls: Any) -> None:
-    """Say that a network or residual block of another package computes what those of timm do.
-
-    Args:
-        cls: The class. A network needs a `trunk` too; a block has timm's names: `conv1`, `bn1`, …, `downsample`.
-    """
-    _known_forwards.add(cls.forward)
-
-
-def _is_known(module: nn.Module) -> bool:
-    methods = ('forward', 'forward_masked', 'forward_features', 'forward_head', '_collect')
-    return all(getattr(type(module), name) in _known_forwards for name in methods if hasattr(type(module), name))
-
-
-@dataclass
-class Trunk:
-    """The part of a network that runs on feature maps.
-
-    Attributes:
-        modules: Its modules, in the order in which they run, each with whether its output is handed out.
-        assemble: Makes the network's own result from the list of maps that were handed out.
-        head: What comes after, if anything; it is given the assembled result.
-    """
-    modules: Sequence[Tuple[nn.Module, bool]]
-    assemble: Callable[[List[torch.Tensor]], Any] = list
-    head: Optional[nn.Module] = None
-
-
-@singledispatch
-def trunk(model: nn.Module) -> Optional[Trunk]:
-    """The trunk of a network, or None if it is not one that is known. Other packages may register theirs."""
-    return None
-
-
-def find_trunk(model: nn.Module) -> Optional[Trunk]:
-    """The trunk of a network, as `trunk` gives it, if the network's forward pass is the one that is known."""
-    parts = trunk(model)
-    if parts is not None and not _is_known(model):
-        raise _unsupported(model, ', as it overrides the forward pass')
-    return parts
-
-
-def _only(maps: List[torch.Tensor]) -> torch.Tensor:
-    return maps[0]
-
-
-def _as_dict(keys: Sequence[Any], maps: List[torch.Tensor]) -> Dict[Any, torch.Tensor]:
-    return dict(zip(keys, maps, strict=True))
-
-
-def _classifier(model: Any, modules: List[Any]) -> Trunk:
-    head = nn.Sequential(model.global_pool, model.fc)
-    return Trunk([(module, module is modules[-1]) for module in modules], _only, head)
-
-
-@trunk.register
-def _(model: ResNet) -> Trunk:
-    stages = [model.layer1, model.layer2, model.layer3, model.layer4]
-    return _classifier(model, [model.conv1, model.bn1, model.act1, model.maxpool, *stages])
-
-
-@trunk.register
-def _(model: CifarResNet) -> Trunk:
-    stages = [getattr(model, name) for name in model.stage_names]
-    return _classifier(model, [model.conv1, model.bn1, model.act1, *stages])
-
-
-@trunk.register
-def _(model: FeatureDictNet) -> Trunk:
-    modules = [(module, name in model.return_layers) for name, module in model.items()]
-    keys = [model.return_layers[name] for name in model if name in model.return_layers]
-    if isinstance(model, FeatureListNet):
-        return Trunk(modules)
-    return Trunk(modules, partial(_as_dict, keys))
-
-
-@trunk.register(FeatureGetterNet)
-@trunk.register(FeatureHookNet)
-def _(model: nn.Module) -> Trunk:
-    network = getattr(model, 'model', None)
-    if isinstance(network, CarryNet):
-        raise _unsupported(network)
-    raise ValueError(
-        f"features_only models of the kind {type(model).__name__} cannot be accelerated; create the model with "
-        f"feature_cls='list'.")
-
-
-def compile_trunk(modules: Iterable[Tuple[nn.Module, bool]]) -> Program:
-    """Turn the modules of a trunk into a program.
-
-    Args:
-        modules: In the order in which they run, each with whether its output is handed out.
-    """
-    compiler = _Compiler()
-    with torch.no_grad():
-        for module, is_output in modules:
-            compiler.add(module)
-            if is_output:
-                compiler.add_output()
-        compiler.flush()
-    program = compiler.program
-    first = next(op for op in program.ops if isinstance(op, ConvOp))
-    program.in_channels = first.weight.shape[1]
-    return program
-
-
-# Maps: the image, two that a block reads and writes in turn, the inner ones, and those of the shortcut.
-_IMAGE, _FIRST, _SECOND, _INNER1, _INNER2, _SHORTCUT, _POOLED = range(7)
-
-
-class _Compiler:
-    def __init__(self) -> None:
-        self.program = Program(in_channels=0, num_maps=7)
-        self.current = _IMAGE
-        self._pending: Optional[ConvOp] = None  # a convolution that may yet get a norm and a ReLU
-        self._gates: Dict[int, int] = {}
-
-    def flush(self) -> None:
-        if self._pending is not None:
-            self.program.ops.append(self._pending)
-            self._pending = None
-
-    def add_output(self) -> None:
-        self.flush()
-        self.program.ops.append(OutputOp(self.current))
-
-    def add(self, module: nn.Module) -> None:
-        for leaf in _leaves(module):
-            if isinstance(leaf, nn.Conv2d):
-                self.flush()
-                self._pending = _conv(leaf, self.current, self._advance())
-            elif type(leaf) in _NORMS and self._pending is not None and not self._pending.relu:
-                _fold(self._pending, leaf)
-            elif type(leaf) is nn.ReLU and self._pending is not None:
-                self._pending.relu = True
-            elif isinstance(leaf, (nn.MaxPool2d, nn.AvgPool2d)):
-                self.flush()
-                self.program.ops.append(_pool(leaf, self.current, self._advance()))
-            elif hasattr(leaf, 'conv1') and hasattr(leaf, 'conv2'):
-                self.flush()
-                self._add_block(leaf)
-            else:
-                raise _unsupported(leaf)
-
-    def _advance(self) -> int:
-        self.current = _SECOND if self.current == _FIRST else _FIRST
-        return self.current
-
-    def _add_block(self, block: Any) -> None:
-        _check_block(block)
-        ops = self.program.ops
-        source, target = self.current, self._advance()
-        names = [name for name in ('conv1', 'conv2', 'conv3') if hasattr(block, name)]
-        switches = getattr(block, 'gated_convs', {})
-        for gate in dict.fromkeys(gate for name in names for gate in switches.get(name, ()) if gate is not None):
-            ops.append(_gate(gate, source, self._number(gate)))
-        residual = self._add_shortcut(block.downsample, source)
-        if _is_switched_whole(names, switches):
-            ops.append(SkipOp(residual, target, self._number(switches[names[0]][1]), len(names)))
-            switches = {}
-        if any(switches.get(name, (None, None))[side] is not None for name, side in ((names[0], 0), (names[-1], 1))):
-            raise _unsupported(block, ', as gates switch its input or its output')
-        at = source
-        for name, to in zip(names, [*(_INNER1, _INNER2)[:len(names) - 1], target], strict=True):
-            conv = _conv(getattr(block, name), at, to)
-            _fold(conv, getattr(block, name.replace('conv', 'bn')))
-            gate_in, gate_out = switches.get(name, (None, None))
-            conv.gate_in = None if gate_in is None else self._number(gate_in)
-            conv.gate_out = None if gate_out is None else self._number(gate_out)
-            conv.relu = True
-            conv.residual = residual if to == target else None
-            ops.append(conv)
-            at = to
-
-    def _add_shortcut(self, downsample: Optional[nn.Module], source: int) -> int:
-        conv = None
-        for leaf in _leaves(downsample) if downsample is not None else ():
-            if isinstance(leaf, nn.AvgPool2d):
-                self.program.ops.append(_pool(leaf, source, _POOLED))
-                source = _POOLED
-            elif isinstance(leaf, nn.Conv2d) and conv is None:
-                conv = _conv(leaf, source, _SHORTCUT)
-                self.program.ops.append(conv)
-                source = _SHORTCUT
-            elif type(leaf) in _NORMS and conv is not None:
-                _fold(conv, leaf)
-            elif isinstance(leaf, PadShortcut):
-                self.program.ops.append(SubsampleOp(source, _SHORTCUT, leaf.stride, *leaf.padding[4:]))
-                source = _SHORTCUT
-            else:
-                raise _unsupported(leaf)
-        return source
-
-    def _number(self, gate: nn.Module) -> int:
-        number = self._gates.setdefault(id(gate), len(self._gates))
-        self.program.num_gates = len(self._gates)
-        return number
-
-
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, FrozenBatchNorm2d)
-
-
-def _unsupported(module: nn.Module, why: str = '') -> ValueError:
-    return ValueError(
-        f'{type(module).__name__}({module.extra_repr()}) cannot be accelerated{why}. Supported are ResNets of plain '
-        f'convolutions, batch norms and ReLUs, gated or not.')
-
-
-def _leaves(module: nn.Module) -> Iterator[nn.Module]:
-    if isinstance(module, nn.Sequential) and _is_known(module):
-        for child in module:
-            yield from _leaves(child)
-    elif not isinstance(module, (nn.Identity, nn.Dropout)):
-        yield module
-
-
-def _is_switched_whole(names: Sequence[str], switches: GatedConvs) -> bool:
-    """Whether one gate decides about all outputs of all convolutions of a block."""
-    pairs = {switches.get(name, (None, None)) for name in names}
-    return len(pairs) == 1 and all(gate_in is None and gate_out is not None for gate_in, gate_out in pairs)
-
-
-def _check_block(block: nn.Module) -> None:
-    if not _is_known(block):
-        raise _unsupported(block, ', as its forward pass is not known')
-    for name in ('se', 'aa', 'drop_block'):  # timm's options
-        module = getattr(block, name, None)
-        if module is not None and not isinstance(module, nn.Identity):
-            raise _unsupported(module)
-    for name in ('act1', 'act2', 'act3', 'relu'):
-        module = getattr(block, name, None)
-        if module is not None and type(module) is not nn.ReLU:
-            raise _unsupported(module)
-    if getattr(block, 'with_plugins', False):  # mmseg's
-        raise _unsupported(block, ' with plugins')
-
-
-def _single(value: Any, module: nn.Module) -> int:
-    """One number from an option that may differ by dimension."""
-    values = set(value) if isinstance(value, tuple) else {value}
-    if len(values) != 1 or not all(isinstance(v, int) for v in values):
-        raise _unsupported(module)
-    return values.pop()
-
-
-def _conv(module: nn.Conv2d, source: int, target: int) -> ConvOp:
-    if type(module) is not nn.Conv2d or module.groups != 1 or module.padding_mode != 'zeros':
-        raise _unsupported(module)
-    _single(module.kernel_size, module)
-    weight = module.weight.detach().clone()
-    bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach().clone()
-    return ConvOp(
-        source, target, weight, bias,
-        stride=_single(module.stride, module),
-        dilation=_single(module.dilation, module),
-        padding=_single(module.padding, module),
-    )
-
-
-def _fold(conv: ConvOp, norm: Any) -> None:
-    if type(norm) not in _NORMS or norm.running_mean is None:
-        raise _unsupported(norm)
-    # In double precision, so that folding itself costs no accuracy.
-    scale = (norm.running_var.double() + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight.double()
-    shift = -norm.running_mean.double() * scale
-    if norm.bias is not None:
-        shift = shift + norm.bias.double()
-    conv.weight = (conv.weight.double() * scale[:, None, None, None]).to(conv.weight.dtype)
-    conv.bias = (conv.bias.double() * scale + shift).to(conv.bias.dtype)
-
-
-# The layer that gives the logits of a gate, for the classes of gates that are known. (A subclass may decide otherwise.)
-_LAST_LAYERS: Dict[type, Callable[[Any], Tuple[torch.Tensor, torch.Tensor]]] = {
-    ChannelGate: lambda gate: (gate.fc2.weight.detach().clone(), gate.fc2.bias.detach().clone()),
-    AigGate: lambda gate: tuple(
-        tensor.detach()[1::2] - tensor.detach()[0::2] for tensor in (gate.fc2.weight, gate.fc2.bias)),
-}
-
-
-def _gate(gate: Any, source: int, number: int) -> GateOp:
-    if type(gate) not in _LAST_LAYERS:
-        raise _unsupported(gate)
-    as_conv = ConvOp(source, source, gate.fc1.weight.detach()[:, :, None, None], gate.fc1.bias.detach())
-    _fold(as_conv, gate.bn)
-    weight2, bias2 = _LAST_LAYERS[type(gate)](gate)
-    if gate.forced is not None:
-        if gate.forced.ndim != 1:
-            raise ValueError('gates that are forced image by image cannot be accelerated; force all images alike.')
-        weight2, bias2 = torch.zeros_like(weight2), gate.forced.to(bias2) - 0.5
-    # To the backends, filters without a gate are filters whose gate is always open.
-    weight2 = torch.cat((weight2, weight2.new_zeros(gate.num_ungated, weight2.shape[1])))
-    bias2 = torch.cat((bias2, bias2.new_ones(gate.num_ungated)))
-    macs = gate.fc1.weight.numel() + gate.fc2.weight.numel()
-    return GateOp(source, number, as_conv.weight[:, :, 0, 0], as_conv.bias, weight2, bias2, macs)
-
-
-def _pool(module: Union[nn.MaxPool2d, nn.AvgPool2d], source: int, target: int) -> PoolOp:
-    average = isinstance(module, nn.AvgPool2d)
-    padding = _single(module.padding, module)
-    if type(module) not in (nn.MaxPool2d, nn.AvgPool2d) or getattr(module, 'divisor_override', None) is not None \
-            or _single(getattr(module, 'dilation', 1), module) != 1 \
-            or (average and module.count_include_pad and (padding or module.ceil_mode)):
-        raise _unsupported(module)
-    return PoolOp(
-        source, target, average,
-        _single(module.kernel_size, module), _single(module.stride, module), padding, module.ceil_mode)
+        raise ValueError(f'images must have the shape [N, {channels}, H, W] and at least one pixel, '
+                         f'got {tuple(images.shape)}.')

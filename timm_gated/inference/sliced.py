@@ -1,7 +1,7 @@
-"""The torch backend: a program run on slices of its weights
+"""The torch backend: runs a program with slices of its weights
 
-For any device that torch runs on, and where the native kernels were not built. Each image takes the open filters out of
-the weights and convolves with those alone.
+Runs on any device and does not need the native kernels. For each image, the open filters are selected from the weights
+and only those are convolved.
 """
 from dataclasses import dataclass
 from typing import Any, Dict, List, Optional
@@ -16,10 +16,10 @@ __all__ = ['SlicedRunner']
 
 
 class SlicedRunner(nn.Module):
-    """Runs a program with torch's own convolutions.
+    """Runs a program with torch's convolutions.
 
     Args:
-        program: What to run.
+        program: Program to run.
     """
 
     def __init__(self, program: Program) -> None:
@@ -28,11 +28,11 @@ class SlicedRunner(nn.Module):
         self.steps = nn.ModuleList(_STEPS[type(op)](op) for op in program.ops)
 
     def forward(self, images: torch.Tensor, num_open: Optional[torch.Tensor] = None) -> List[torch.Tensor]:
-        """Run a batch; returns the maps that the program hands out.
+        """Run a batch and return the output maps of the program.
 
         Args:
-            images: The batch.
-            num_open: Gets the number of channels that each gate has open for each image, [N, gates], int32.
+            images: Batch of images.
+            num_open: Output tensor for the number of open channels per image and gate, [N, gates], int32.
         """
         check_images(images, self._in_channels)
         if len(images) == 0:
@@ -47,25 +47,25 @@ class SlicedRunner(nn.Module):
         return [torch.cat(maps) for maps in zip(*samples, strict=True)]
 
     def run_together(self, images: torch.Tensor) -> 'State':
-        """Run images that all take the decisions of the first; returns the state at the end."""
+        """Run a batch with the gate decisions of its first image and return the final state."""
         state = State({0: images}, {}, [])
         steps = iter(self.steps)
         for step in steps:
-            for _ in range(step(state) or 0):  # so many steps are left out
+            for _ in range(step(state) or 0):  # skip
                 next(steps)
         return state
 
 
 @dataclass
 class State:
-    """Of an image on its way: its maps, the open channels of each gate, and what was handed out."""
+    """Maps, open channels by gate, and outputs so far."""
     maps: Dict[int, torch.Tensor]
     opened: Dict[int, torch.Tensor]
     outputs: List[torch.Tensor]
 
 
 class _Step(nn.Module):
-    """One operation: its fields as attributes, tensors as buffers, which move with the module."""
+    """One operation, with its fields as attributes and its tensors as buffers."""
     source: int
     target: int
 
@@ -91,14 +91,14 @@ class _Conv(_Step):
 
     def forward(self, state: State) -> None:
         weight, bias = self.weight, self.bias
-        if self.gate_out is not None:  # (index_select copies whole runs of memory, which indexing does not)
+        if self.gate_out is not None:  # index_select is faster than indexing
             weight, bias = (tensor.index_select(0, state.opened[self.gate_out]) for tensor in (weight, bias))
         if self.gate_in is not None:
             weight = weight.index_select(1, state.opened[self.gate_in])
         x = state.maps[self.source]
         if weight.shape[0] and weight.shape[1]:
             y = F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation)
-        else:  # nothing to add up, or nowhere to
+        else:  # conv2d refuses empty weights
             reach = self.dilation * (weight.shape[2] - 1) + 1
             size = [(n + 2 * self.padding - reach) // self.stride + 1 for n in x.shape[2:]]
             y = bias[None, :, None, None].repeat(len(x), 1, *size)

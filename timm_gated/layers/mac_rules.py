@@ -9,8 +9,28 @@ from typing import Any, Callable, Dict, Optional, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._ops import OpOverloadPacket
 
-__all__ = ['MAC_RULES', 'PARTLY_COUNTED', 'POOLING']
+__all__ = ['MAC_RULES', 'PARTLY_COUNTED', 'POOLING', 'num_mapped', 'operator_name']
+
+
+def operator_name(func: Any) -> str:
+    """Name of a function of torch; of the operators in `torch.ops`, torch's own and torchvision's have one."""
+    packet = getattr(func, 'overloadpacket', func)
+    if not isinstance(packet, OpOverloadPacket):
+        return getattr(func, '__name__', '')
+    namespace, _, name = packet._qualified_op_name.partition('::')
+    return name if namespace in ('aten', 'torchvision') else ''
+
+
+def num_mapped(x: torch.Tensor) -> int:
+    """Number of inputs that a call within `torch.vmap`, of which this is the output, stands for."""
+    count = 1
+    while is_functorch_wrapped_tensor(x):
+        inner = get_unwrapped(x)
+        count, x = count * inner.numel() // max(x.numel(), 1), inner
+    return count
 
 
 def _conv(output: torch.Tensor, /, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> int:
@@ -20,6 +40,12 @@ def _conv(output: torch.Tensor, /, input: torch.Tensor, weight: torch.Tensor, *a
 def _conv_transpose(
         output: torch.Tensor, /, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> int:
     return input.numel() * math.prod(weight.shape[1:])
+
+
+def _convolution(
+        output: torch.Tensor, /, input: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Any, padding: Any,
+        dilation: Any, transposed: bool, *args: Any, **kwargs: Any) -> int:
+    return (_conv_transpose if transposed else _conv)(output, input, weight)
 
 
 def _linear(output: torch.Tensor, /, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> int:
@@ -57,6 +83,7 @@ def _uncounted(output: Any, /, *args: Any, **kwargs: Any) -> None:
 MAC_RULES: Dict[str, Callable[..., Optional[int]]] = {
     **{f'conv{n}d': _conv for n in (1, 2, 3)},
     **{f'conv_transpose{n}d': _conv_transpose for n in (1, 2, 3)},
+    **dict.fromkeys(('convolution', '_convolution'), _convolution),
     'deform_conv2d': _conv,
     'linear': _linear,
     **dict.fromkeys(('lstm', 'gru', 'rnn_tanh', 'rnn_relu'), _rnn),
@@ -65,7 +92,8 @@ MAC_RULES: Dict[str, Callable[..., Optional[int]]] = {
     **dict.fromkeys((
         'scaled_dot_product_attention', 'matmul', '__rmatmul__', 'linalg_matmul', 'mm', 'addmm', 'addmm_', 'bmm',
         'addbmm', 'addbmm_', 'baddbmm', 'baddbmm_', 'mv', 'addmv', 'addmv_', 'inner', 'einsum', 'tensordot', 'bilinear',
-        'chain_matmul', 'linalg_multi_dot', 'conv_tbc', 'convolution'), _uncounted),
+        'chain_matmul', 'linalg_multi_dot', 'matrix_power', 'linalg_matrix_power', 'dot', 'vdot', 'linalg_vecdot',
+        '_sparse_mm', 'smm', 'sspaddmm', '_scaled_mm', '_int_mm', 'conv_tbc'), _uncounted),
 }
 PARTLY_COUNTED = {'multi_head_attention_forward'}  # (its projections)
 POOLING = {'mean', *(f'{kind}avg_pool{n}d' for kind in ('', 'adaptive_') for n in (1, 2, 3))}

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from ..utils import evaluation_mode, unwrap
 from .gate import Gate, Gating, gates, report_decision
-from .mac_rules import MAC_RULES, PARTLY_COUNTED, POOLING
+from .mac_rules import MAC_RULES, PARTLY_COUNTED, POOLING, num_mapped, operator_name
 
 __all__ = ['count_macs', 'mac_formula', 'MacCounter', 'MacFormula', 'Macs', 'ModuleMacs', 'run_and_report', 'run_apart']
 
@@ -49,8 +49,8 @@ class Macs:
         per_sample: MACs of each sample, gates included, [N], int64.
         by_module: Both, for every module that counts, by name. An accelerated network counts as one.
         uncounted: Names of the modules with matrix products that are not in the counts, by operator; and, by class,
-            names of the layers that were not seen to run: not called, or run by code that torch does not show, such as
-            TorchScript or a compiled extension.
+            names of the layers that were not seen to run: not called, quantized, or run by code that torch does not
+            show, such as TorchScript or a compiled extension.
     """
     dense: int
     per_sample: torch.Tensor
@@ -119,7 +119,8 @@ class MacCounter(TorchFunctionMode):
             self._names[id(module)] = name
             prefix = f'{name}.' if name else ''
             weight = dict(module.named_parameters(recurse=False)).get('weight')
-            if weight is not None and weight.ndim > 1 and not isinstance(module, _WITHOUT_PRODUCTS):
+            quantized = callable(getattr(type(module), 'weight', None))  # torch's quantized layers unpack their weight
+            if quantized or weight is not None and weight.ndim > 1 and not isinstance(module, _WITHOUT_PRODUCTS):
                 self._layers[name] = type(module).__name__
             if isinstance(module, Gating):
                 self._overhead.update(inner_name for inner_name, _ in module.named_modules(prefix=name))
@@ -151,7 +152,7 @@ class MacCounter(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        operator = getattr(func, '__name__', '')
+        operator = operator_name(func)
         if func is report_decision:
             gate, mask = args
             self._num_open[id(gate)] = mask.count_nonzero(dim=1) + gate.num_ungated
@@ -184,6 +185,8 @@ class MacCounter(TorchFunctionMode):
                 self._add(name, x.numel() if x.ndim > 2 else 0, x)  # (of maps)
             return
         total = MAC_RULES[operator](output, *args, **kwargs)
+        if total is not None:
+            total *= num_mapped(_first_tensor(output))
         if total is None or operator in PARTLY_COUNTED:
             self._uncounted.setdefault(operator, {})[name] = None
         if total is not None:

@@ -180,10 +180,15 @@ class GateLosses(Objective):
             f'gamma={self.gamma}, gamma_epochs={self.gamma_epochs}, gamma_reduction={self.gamma_reduction}')
 
     def schedule(self) -> List[Scheduled]:
-        return [
+        scheduled = [
             Scheduled('batch_shaping_loss', 'lam', self.lam, self.weights(math.inf)[0], self.lam_epochs),
             Scheduled('l0_loss', 'gamma', 0., self.gamma, self.gamma_epochs),
         ]
+        if self.prior_epochs is not None:
+            scheduled.append(Scheduled('prior_end', 'share', 0., 1., self.prior_epochs))
+        if self.noise_epochs != 'fixed':
+            scheduled.append(Scheduled('gates', 'noise', 1., 0., self.noise_epochs))
+        return scheduled
 
     def weights(self, epoch: float) -> Tuple[float, float]:
         """lambda and gamma at an epoch."""

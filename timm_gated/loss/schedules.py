@@ -22,12 +22,14 @@ class Scheduled(NamedTuple):
         first: Value until the schedule starts; the value throughout if there is no schedule.
         last: Value once the schedule has ended.
         epochs: Start and end of the schedule, or 'fixed'.
+        evaluated: Whether a trained network is evaluated with the last value, however far the training came.
     """
     what: str
     name: str
     first: float
     last: float
     epochs: Epochs
+    evaluated: bool = False
 
     def __str__(self) -> str:
         if isinstance(self.epochs, str):
@@ -37,7 +39,14 @@ class Scheduled(NamedTuple):
 
     def begins_after(self, epoch: float) -> bool:
         """Whether a value that starts at zero is still zero in this epoch."""
-        return not isinstance(self.epochs, str) and self.first == 0 != self.last and epoch <= self.epochs[0]
+        return self.first == 0 != self.last and self._done(epoch) == 0
+
+    def ends_after(self, epoch: float) -> bool:
+        """Whether the value has yet to reach its last one in this epoch."""
+        return self.first != self.last and self._done(epoch) < 1
+
+    def _done(self, epoch: float) -> float:
+        return 1. if isinstance(self.epochs, str) else _fraction(epoch, *self.epochs)
 
 
 def scale_epochs(options: Mapping[str, Any], factor: float) -> Dict[str, Any]:

@@ -96,7 +96,7 @@ def build_gated_net(
     return model
 
 
-def from_dense_options(epochs: Optional[float]) -> Dict[str, Any]:
+def from_dense_options(epochs: Optional[float], schedule_epochs: Optional[float] = None) -> Dict[str, Any]:
     """Options for gating a trained network in a few epochs; a budget, or gamma, says how sparse it is to become.
 
     Gates start open, so that the network starts much as it is. Batch shaping is weak, or it would take every gate to
@@ -105,9 +105,14 @@ def from_dense_options(epochs: Optional[float]) -> Dict[str, Any]:
 
     Args:
         epochs: Epochs of the training; None for no options.
+        schedule_epochs: Option of that name, for a schedule that these options replace.
     """
     if epochs is None:
         return {}
+    if schedule_epochs is not None:
+        raise ValueError(
+            f'from_dense is the length of the training already: give it without schedule_epochs, got {epochs} and '
+            f'{schedule_epochs}.')
     check_number(epochs, 'from_dense, the epochs in which a trained network is gated,', above=0)
     return dict(
         gate_bias=2., lam=0.003, lam_epochs=(0, epochs / 2), gamma=0., gamma_epochs=(0, epochs / 4),

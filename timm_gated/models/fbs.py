@@ -212,7 +212,7 @@ class Suppression(Objective):
             f'saliency_weight={self.saliency_weight}')
 
     def schedule(self) -> List[Scheduled]:
-        return [Scheduled('gates', 'density', 1., self.density, self.density_epochs)]
+        return [Scheduled('gates', 'density', 1., self.density, self.density_epochs, evaluated=True)]
 
     def density_at(self, epoch: float) -> float:
         """Density of an epoch."""

@@ -68,7 +68,8 @@ def _create_gated_resnet(
         from_dense: Optional[float] = None,
         **kwargs,
 ) -> GatedCifarResNet:
-    model_args = dict(block=GatedBasicBlock, recipe=CIFAR10_RECIPE, **from_dense_options(from_dense))
+    options = from_dense_options(from_dense, kwargs.get('schedule_epochs'))
+    model_args = dict(block=GatedBasicBlock, recipe=CIFAR10_RECIPE, **options)
     return build_cifar_resnet(
         variant or f'gated_resnet{depth}', depth, pretrained, **dict(model_args, **kwargs))
 

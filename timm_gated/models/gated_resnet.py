@@ -81,7 +81,7 @@ def _create_gated_resnet(
         from_dense: Optional[float] = None,
         **kwargs,
 ) -> GatedResNet:
-    model_args = dict(recipe=IMAGENET_RECIPE, **from_dense_options(from_dense))
+    model_args = dict(recipe=IMAGENET_RECIPE, **from_dense_options(from_dense, kwargs.get('schedule_epochs')))
     return build_imagenet_resnet(f'gated_resnet{depth}', depth, pretrained, **dict(model_args, **kwargs))
 
 

@@ -35,8 +35,8 @@ def _replace_in_one_step(replace: Callable) -> Callable:
 
     @functools.wraps(replace)
     def replace_gated(self: CheckpointSaver, src: str, dst: str) -> None:
-        trained = [module for module in (self.model, self.task) if isinstance(module, nn.Module)]
-        if not any(gates(module) or objectives(module) for module in trained):
+        trained = (getattr(self, name, None) for name in ('model', 'task'))
+        if not any(gates(module) or objectives(module) for module in trained if isinstance(module, nn.Module)):
             return replace(self, src, dst)
         sync_file(src)
         can_hardlink, self.can_hardlink = self.can_hardlink, False  # timm first removes the target where it can link

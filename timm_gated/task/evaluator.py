@@ -6,11 +6,13 @@ sample over those of the plain network, and `gate_density`, the share of open ga
 evaluator get the same two figures as a line of the log.
 
 An evaluator is given outputs and targets, not the model. So the task's evaluation models, the average (EMA) too, are
-watched by forward hooks. Copies and pickles of a model are not watched.
+watched by forward hooks, as long as the task exists and in the thread that it runs in. Copies and pickles of a model
+are not watched.
 """
 from collections import OrderedDict
+from threading import get_ident
 from typing import Any, Dict, NamedTuple, Optional, Tuple, Union
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -127,7 +129,7 @@ class EvaluationMonitor:
             model = model.module  # which is what scripts validate
         if model not in self._watched and gates(model):
             self._watched.add(model)
-            model.register_forward_hook(_Watch(self, name))
+            model.register_forward_hook(_Watch(self, name), with_kwargs=True)
 
     def evaluator(self, evaluator: Any, max_samples: Optional[int]) -> GatedEvaluator:
         """An evaluator that reports what is seen here. The log is then left to the script that asked for it."""
@@ -155,31 +157,38 @@ class _Watch:
     """Forward hook that tells a monitor what each evaluation pass cost. Copies and pickles of it do nothing."""
 
     def __init__(self, monitor: EvaluationMonitor, name: str) -> None:
-        self._monitor = monitor
+        self._monitor = ref(monitor)
+        self._thread = get_ident()
         self._name = name
         self._formulas: Dict[Any, MacFormula] = {}
 
     def __reduce__(self) -> Tuple[Any, ...]:
         return _get_ignore, ()
 
-    def __call__(self, module: nn.Module, args: Tuple[Any, ...], output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling():
+            return
+        monitor = self._monitor()
+        if monitor is None or get_ident() != self._thread:
             return
         named_gates = gates(module)
         if not named_gates or named_gates[0][1].training:
             return
+        images = (*args, *kwargs.values())[0]
         with torch.no_grad():
             masks: Dict[str, Any] = {name: gate.decision for name, gate in named_gates}
-            input_size = tuple(args[0].shape[1:])
+            if any(len(mask) != len(images) for mask in masks.values()):
+                return  # another thread runs the model at this very time
+            input_size = tuple(images.shape[1:])
             key = input_size, tuple(mask.shape[1] for mask in masks.values())  # (gates may be pruned)
             if key not in self._formulas:
                 self._formulas[key] = mac_formula(unwrap(module), input_size)
             formula = self._formulas[key]
             density = torch.cat([mask.double() for mask in masks.values()], dim=1).mean(1)
-            self._monitor.saw(PassCosts(formula.used(masks) / formula.dense, density), self._name)
+            monitor.saw(PassCosts(formula.used(masks) / formula.dense, density), self._name)
 
 
-def _ignore(module: nn.Module, args: Tuple[Any, ...], output: Any) -> None:
+def _ignore(module: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], output: Any) -> None:
     """What a watched model's copy has in place of the watch."""
 
 

@@ -16,6 +16,7 @@ checkpoints carry it and `--resume` continues it.
 
 What a validation costs is reported beside its accuracy, see `timm_gated.task.evaluator`.
 """
+import copyreg
 import functools
 import logging
 import weakref
@@ -187,18 +188,29 @@ class _Progress:
         self.scheduled: List[Scheduled] = []
 
     def warn_of_inactive(self) -> None:
-        """Warn of what never began. Called when the task goes, or the process ends."""
+        """Warn of what never began, or was not reached. Called when the task goes, or the process ends."""
+        if self.epoch < 0:
+            return
+        remedy = (
+            f'If this was the whole training, pass schedule_epochs={self.epoch + 1} to the model, which scales its '
+            f'default schedule, or give the schedule other epochs.')
         for scheduled in self.scheduled:
-            if self.epoch >= 0 and scheduled.begins_after(self.epoch):
+            if scheduled.begins_after(self.epoch):
                 _logger.warning(
-                    f'{scheduled.what} was never active: the last epoch was {self.epoch}, but {scheduled}. If this was '
-                    f'the whole training, pass schedule_epochs={self.epoch + 1} to the model: it scales the schedule.')
+                    f'{scheduled.what} was never active: the last epoch was {self.epoch}, but {scheduled}. {remedy}')
+            elif scheduled.evaluated and scheduled.ends_after(self.epoch):
+                _logger.warning(
+                    f'{scheduled.what}: {scheduled.name} {scheduled.last:g}, which the network is evaluated with, was '
+                    f'never reached: the last epoch was {self.epoch}, but {scheduled}. {remedy}')
 
 
 def _look_wrong(steps: List[int]) -> bool:
-    """Whether the last two epochs can hardly both be whole: one step each, or very different in length."""
+    """Whether the last two epochs can hardly both be whole: one step each, or of different length.
+
+    Whole epochs differ by little, if at all. An evaluation in the middle of an epoch cannot be told by the lengths.
+    """
     *_, before, last = 0, 0, *steps
-    return bool(before) and (before == last == 1 or max(before, last) > 2 * min(before, last))
+    return bool(before) and (before == last == 1 or max(before, last) > 1.25 * min(before, last) + 1)
 
 
 class _RunningLog:
@@ -233,8 +245,10 @@ def _listed(values: Dict[str, float]) -> str:
 def _with_objectives(task_cls: Type[TrainingTask]) -> Type[TrainingTask]:
 
     def reduce_ex(self: TrainingTask, protocol: Any) -> Tuple[Any, ...]:
-        # Under its name pickle would not find this class.
-        return _empty_task, (task_cls,), *task_cls.__reduce_ex__(self, max(protocol, 2))[2:]
+        reduced: Any = task_cls.__reduce_ex__(self, max(protocol, 2))
+        if reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]  # a way of the task's own
+            return reduced
+        return _empty_task, (task_cls,), *reduced[2:]  # because under its name pickle would not find this class
 
     attributes = {'__doc__': task_cls.__doc__, '__reduce_ex__': reduce_ex}
     return type(task_cls.__name__, (ObjectiveTask, task_cls), attributes)

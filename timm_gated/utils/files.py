@@ -6,7 +6,7 @@ import stat
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator, Union
+from typing import Iterator, Optional, Union
 
 import torch
 from huggingface_hub.errors import HTTPError
@@ -40,14 +40,15 @@ def explained(problem: str) -> Iterator[None]:
 def new_file(path: Union[str, Path]) -> Iterator[Path]:
     """Temporary file to write to, whose content `path` gets at the end; after an error nothing is left of it.
 
-    The file at `path` is replaced in one step, and keeps its mode; a new one gets the mode that the umask leaves. Links
-    are followed. What cannot be replaced without a difference is written in place, once the content is complete: a
-    device, a pipe, an open file without a name, a file with other hard links or of another owner. Any number of
-    processes may write to one path: each write is whole, and the last one stays. A killed process leaves a hidden
-    folder, `.….partial`.
+    The file at `path` is replaced in one step, and keeps its mode and extended attributes; a new one gets the mode that
+    the umask leaves. Links are followed. What cannot be replaced without a difference is written in place, once the
+    content is complete: a device, a pipe, an open file without a name, a file with other hard links, of another owner
+    or in a folder that is closed to writing, a mount point. A file that is closed to writing is an error, as it is for
+    `open`. Any number of processes may write to one path: each replacement is whole, and the last one stays. A killed
+    process leaves a hidden folder, `.….partial`.
     """
     path = Path(path)
-    is_special = path.exists() and not path.resolve().is_file()
+    is_special = _stat(path) is not None and not _is_open_file(path.resolve())
     if not is_special:
         path = path.resolve()
     with tempfile.TemporaryDirectory('.partial', '.', dir=None if is_special else path.parent) as folder:
@@ -55,19 +56,45 @@ def new_file(path: Union[str, Path]) -> Iterator[Path]:
         partial.touch()
         created = partial.stat()
         yield partial
-        current = path.stat() if path.exists() else created
-        if not is_special and _is_replaceable(current, created):
-            partial.chmod(stat.S_IMODE(current.st_mode))
-            sync_file(partial)
-            os.replace(partial, path)
+        current = _stat(path)
+        if is_special or (current is not None and not _is_replaceable(current, created)):
+            _write_in_place(partial, path)
+            return
+        sync_file(partial)
+        if current is None:
+            partial.chmod(stat.S_IMODE(created.st_mode))
         else:
-            with open(partial, 'rb') as source, open(path, 'wb') as target:
-                shutil.copyfileobj(source, target)
+            shutil.copystat(path, partial)
+            os.utime(partial)  # (it is written now)
+        try:
+            os.replace(partial, path)
+        except OSError as error:
+            if error.errno != errno.EBUSY:  # a mount point
+                raise
+            _write_in_place(partial, path)
+
+
+def _stat(path: Path) -> Optional[os.stat_result]:
+    """None if there is nothing."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _is_open_file(path: Path) -> bool:
+    """Whether this is a regular file that may be written, in a folder that may be."""
+    return path.is_file() and os.access(path, os.W_OK) and os.access(path.parent, os.W_OK | os.X_OK)
 
 
 def _is_replaceable(current: os.stat_result, created: os.stat_result) -> bool:
     owners = (current.st_uid, current.st_gid), (created.st_uid, created.st_gid)
     return current.st_nlink <= 1 and owners[0] == owners[1]
+
+
+def _write_in_place(source: Path, path: Path) -> None:
+    with open(source, 'rb') as content, open(path, 'wb') as target:
+        shutil.copyfileobj(content, target)
 
 
 def sync_file(path: Union[str, Path]) -> None:

@@ -1,0 +1,339 @@
+"""Compiler: gated residual networks to programs
+
+Batch norm is folded into convolutions and gates, dropout is dropped, and the gates of a block run before its
+convolutions. Networks of timm and of this package are supported, those of other packages after they register a `trunk`.
+A module that cannot be compiled raises a `ValueError` with its name.
+"""
+from dataclasses import dataclass
+from functools import partial, singledispatch
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple, Union
+
+import torch
+import torch.nn as nn
+from timm.models._features import FeatureDictNet, FeatureGetterNet, FeatureHookNet, FeatureListNet
+from timm.models.resnet import BasicBlock, Bottleneck, ResNet
+from torchvision.ops import FrozenBatchNorm2d
+
+from ..layers import ChannelGate, GatedBasicBlock, GatedBottleneck, GatedConvs
+from ..models import AigBasicBlock, AigBottleneck, AigGate, CarryNet, CarryStage, CifarResNet, PadShortcut
+from .program import ConvOp, GateOp, Op, OutputOp, PoolOp, Program, SkipOp, SubsampleOp
+
+__all__ = ['Trunk', 'compile_trunk', 'find_trunk', 'register_forward', 'trunk']
+
+# Forward methods that the compiler reproduces. Classes that override them are refused.
+_known_forwards: Set[Any] = {
+    nn.Sequential.forward, CarryStage.forward, BasicBlock.forward, Bottleneck.forward, GatedBasicBlock.forward,
+    GatedBasicBlock.forward_masked, GatedBottleneck.forward, GatedBottleneck.forward_masked,
+    AigBasicBlock.forward, AigBottleneck.forward,
+    ResNet.forward, ResNet.forward_features, ResNet.forward_head, CifarResNet.forward, CifarResNet.forward_features,
+    CifarResNet.forward_head, CarryNet.forward_features, FeatureDictNet.forward, FeatureListNet.forward,
+    FeatureDictNet._collect}
+
+
+def register_forward(cls: Any) -> None:
+    """Declare that a network or residual block of another package has the forward pass of timm's.
+
+    Args:
+        cls: Class of the network or block. A network also needs a `trunk`. A block needs timm's child names: `conv1`,
+            `bn1`, …, `downsample`.
+    """
+    _known_forwards.add(cls.forward)
+
+
+def _is_known(module: nn.Module) -> bool:
+    methods = ('forward', 'forward_masked', 'forward_features', 'forward_head', '_collect')
+    return all(getattr(type(module), name) in _known_forwards for name in methods if hasattr(type(module), name))
+
+
+@dataclass
+class Trunk:
+    """The part of a network that runs on feature maps.
+
+    Attributes:
+        modules: Modules in execution order, each with a flag that says whether its output is returned.
+        assemble: Function from the list of returned maps to the result of the network.
+        head: Module that is applied to the result.
+    """
+    modules: Sequence[Tuple[nn.Module, bool]]
+    assemble: Callable[[List[torch.Tensor]], Any] = list
+    head: Optional[nn.Module] = None
+
+
+@singledispatch
+def trunk(model: nn.Module) -> Optional[Trunk]:
+    """Return the trunk of a network, or None if its class is not registered. Other packages may register theirs."""
+    return None
+
+
+def find_trunk(model: nn.Module) -> Optional[Trunk]:
+    """Return the `trunk` of a network after checking that the network does not override the forward pass."""
+    parts = trunk(model)
+    if parts is not None and not _is_known(model):
+        raise _unsupported(model, ' because it overrides the forward pass')
+    return parts
+
+
+def _only(maps: List[torch.Tensor]) -> torch.Tensor:
+    return maps[0]
+
+
+def _as_dict(keys: Sequence[Any], maps: List[torch.Tensor]) -> Dict[Any, torch.Tensor]:
+    return dict(zip(keys, maps, strict=True))
+
+
+def _classifier(model: Any, modules: List[Any]) -> Trunk:
+    head = nn.Sequential(model.global_pool, model.fc)
+    return Trunk([(module, module is modules[-1]) for module in modules], _only, head)
+
+
+@trunk.register
+def _(model: ResNet) -> Trunk:
+    stages = [model.layer1, model.layer2, model.layer3, model.layer4]
+    return _classifier(model, [model.conv1, model.bn1, model.act1, model.maxpool, *stages])
+
+
+@trunk.register
+def _(model: CifarResNet) -> Trunk:
+    stages = [getattr(model, name) for name in model.stage_names]
+    return _classifier(model, [model.conv1, model.bn1, model.act1, *stages])
+
+
+@trunk.register
+def _(model: FeatureDictNet) -> Trunk:
+    modules = [(module, name in model.return_layers) for name, module in model.items()]
+    keys = [model.return_layers[name] for name in model if name in model.return_layers]
+    if isinstance(model, FeatureListNet):
+        return Trunk(modules)
+    return Trunk(modules, partial(_as_dict, keys))
+
+
+@trunk.register(FeatureGetterNet)
+@trunk.register(FeatureHookNet)
+def _(model: nn.Module) -> Trunk:
+    network = getattr(model, 'model', None)
+    if isinstance(network, CarryNet):
+        raise _unsupported(network)
+    raise ValueError(
+        f"{type(model).__name__} cannot be accelerated; create the model with "
+        f"feature_cls='list'.")
+
+
+def compile_trunk(modules: Iterable[Tuple[nn.Module, bool]]) -> Program:
+    """Compile the modules of a trunk.
+
+    Args:
+        modules: Modules in execution order, each with a flag that says whether its output is returned.
+    """
+    compiler = _Compiler()
+    with torch.no_grad():
+        for module, is_output in modules:
+            compiler.add(module)
+            if is_output:
+                compiler.add_output()
+    return compiler.finish()
+
+
+# Maps: the image, two that blocks alternately read and write, those between the convolutions, and the shortcut's.
+_IMAGE, _FIRST, _SECOND, _INNER1, _INNER2, _SHORTCUT, _POOLED = range(7)
+
+
+class _Compiler:
+    def __init__(self) -> None:
+        self.ops: List[Op] = []
+        self.current = _IMAGE
+        self._pending: Optional[ConvOp] = None  # a convolution that a norm and a ReLU may follow
+        self._gates: Dict[int, int] = {}  # gate numbers by id of the module
+
+    def finish(self) -> Program:
+        self._flush()
+        first = next(op for op in self.ops if isinstance(op, ConvOp))
+        return Program(first.weight.shape[1], self.ops, num_maps=7, num_gates=len(self._gates))
+
+    def _flush(self) -> None:
+        if self._pending is not None:
+            self.ops.append(self._pending)
+            self._pending = None
+
+    def add_output(self) -> None:
+        self._flush()
+        self.ops.append(OutputOp(self.current))
+
+    def add(self, module: nn.Module) -> None:
+        for leaf in _leaves(module):
+            if isinstance(leaf, nn.Conv2d):
+                self._flush()
+                self._pending = _conv(leaf, self.current, self._advance())
+            elif type(leaf) in _NORMS and self._pending is not None and not self._pending.relu:
+                _fold(self._pending, leaf)
+            elif type(leaf) is nn.ReLU and self._pending is not None:
+                self._pending.relu = True
+            elif isinstance(leaf, (nn.MaxPool2d, nn.AvgPool2d)):
+                self._flush()
+                self.ops.append(_pool(leaf, self.current, self._advance()))
+            elif hasattr(leaf, 'conv1') and hasattr(leaf, 'conv2'):
+                self._flush()
+                self._add_block(leaf)
+            else:
+                raise _unsupported(leaf)
+
+    def _advance(self) -> int:
+        self.current = _SECOND if self.current == _FIRST else _FIRST
+        return self.current
+
+    def _add_block(self, block: Any) -> None:
+        _check_block(block)
+        source, target = self.current, self._advance()
+        names = [name for name in ('conv1', 'conv2', 'conv3') if hasattr(block, name)]
+        switches = getattr(block, 'gated_convs', {})
+        for gate in dict.fromkeys(gate for name in names for gate in switches.get(name, ()) if gate is not None):
+            self.ops.append(_gate(gate, source, self._number(gate)))
+        residual = self._add_shortcut(block.downsample, source)
+        if _is_block_gated(names, switches):
+            self.ops.append(SkipOp(residual, target, self._number(switches[names[0]][1]), len(names)))
+            switches = {}
+        if any(switches.get(name, (None, None))[side] is not None for name, side in ((names[0], 0), (names[-1], 1))):
+            raise _unsupported(block, ' because a gate masks its input or its output')
+        at = source
+        for name, to in zip(names, [*(_INNER1, _INNER2)[:len(names) - 1], target], strict=True):
+            conv = _conv(getattr(block, name), at, to)
+            _fold(conv, getattr(block, name.replace('conv', 'bn')))
+            gate_in, gate_out = switches.get(name, (None, None))
+            conv.gate_in = None if gate_in is None else self._number(gate_in)
+            conv.gate_out = None if gate_out is None else self._number(gate_out)
+            conv.relu = True
+            conv.residual = residual if to == target else None
+            self.ops.append(conv)
+            at = to
+
+    def _add_shortcut(self, downsample: Optional[nn.Module], source: int) -> int:
+        conv = None
+        for leaf in _leaves(downsample) if downsample is not None else ():
+            if isinstance(leaf, nn.AvgPool2d):
+                self.ops.append(_pool(leaf, source, _POOLED))
+                source = _POOLED
+            elif isinstance(leaf, nn.Conv2d) and conv is None:
+                conv = _conv(leaf, source, _SHORTCUT)
+                self.ops.append(conv)
+                source = _SHORTCUT
+            elif type(leaf) in _NORMS and conv is not None:
+                _fold(conv, leaf)
+            elif isinstance(leaf, PadShortcut):
+                self.ops.append(SubsampleOp(source, _SHORTCUT, leaf.stride, *leaf.padding[4:]))
+                source = _SHORTCUT
+            else:
+                raise _unsupported(leaf)
+        return source
+
+    def _number(self, gate: nn.Module) -> int:
+        return self._gates.setdefault(id(gate), len(self._gates))
+
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, FrozenBatchNorm2d)
+
+
+def _unsupported(module: nn.Module, why: str = '') -> ValueError:
+    return ValueError(
+        f'{type(module).__name__}({module.extra_repr()}) cannot be accelerated{why}. Supported: ResNets with ungrouped '
+        f'convolutions, batch norm and ReLU, gated or dense.')
+
+
+def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, nn.Sequential) and _is_known(module):
+        for child in module:
+            yield from _leaves(child)
+    elif not isinstance(module, (nn.Identity, nn.Dropout)):
+        yield module
+
+
+def _is_block_gated(names: Sequence[str], switches: GatedConvs) -> bool:
+    """Whether a single gate masks all outputs of all convolutions of a block."""
+    pairs = {switches.get(name, (None, None)) for name in names}
+    return len(pairs) == 1 and all(gate_in is None and gate_out is not None for gate_in, gate_out in pairs)
+
+
+def _check_block(block: nn.Module) -> None:
+    if not _is_known(block):
+        raise _unsupported(block, ' because its forward pass is not known')
+    for name in ('se', 'aa', 'drop_block'):  # options of timm
+        module = getattr(block, name, None)
+        if module is not None and not isinstance(module, nn.Identity):
+            raise _unsupported(module)
+    for name in ('act1', 'act2', 'act3', 'relu'):
+        module = getattr(block, name, None)
+        if module is not None and type(module) is not nn.ReLU:
+            raise _unsupported(module)
+    if getattr(block, 'with_plugins', False):  # option of mmseg
+        raise _unsupported(block, ' with plugins')
+
+
+def _single(value: Any, module: nn.Module) -> int:
+    """The value of an option that must be the same in all dimensions."""
+    values = set(value) if isinstance(value, tuple) else {value}
+    if len(values) != 1 or not all(isinstance(v, int) for v in values):
+        raise _unsupported(module)
+    return values.pop()
+
+
+def _conv(module: nn.Conv2d, source: int, target: int) -> ConvOp:
+    if type(module) is not nn.Conv2d or module.groups != 1 or module.padding_mode != 'zeros':
+        raise _unsupported(module)
+    _single(module.kernel_size, module)
+    weight = module.weight.detach().clone()
+    bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach().clone()
+    return ConvOp(
+        source, target, weight, bias,
+        stride=_single(module.stride, module),
+        dilation=_single(module.dilation, module),
+        padding=_single(module.padding, module),
+    )
+
+
+def _fold(conv: ConvOp, norm: Any) -> None:
+    if type(norm) not in _NORMS or norm.running_mean is None:
+        raise _unsupported(norm)
+    # Fold in double precision to lose no accuracy.
+    scale = (norm.running_var.double() + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight.double()
+    shift = -norm.running_mean.double() * scale
+    if norm.bias is not None:
+        shift = shift + norm.bias.double()
+    conv.weight = (conv.weight.double() * scale[:, None, None, None]).to(conv.weight.dtype)
+    conv.bias = (conv.bias.double() * scale + shift).to(conv.bias.dtype)
+
+
+# Last layer by gate class. Subclasses are not supported because they may compute other logits.
+_LAST_LAYERS: Dict[type, Callable[[Any], Tuple[torch.Tensor, torch.Tensor]]] = {
+    ChannelGate: lambda gate: (gate.fc2.weight.detach().clone(), gate.fc2.bias.detach().clone()),
+    AigGate: lambda gate: tuple(
+        tensor.detach()[1::2] - tensor.detach()[0::2] for tensor in (gate.fc2.weight, gate.fc2.bias)),
+}
+
+
+def _gate(gate: Any, source: int, number: int) -> GateOp:
+    if type(gate) not in _LAST_LAYERS:
+        raise _unsupported(gate)
+    as_conv = ConvOp(source, source, gate.fc1.weight.detach()[:, :, None, None], gate.fc1.bias.detach())
+    _fold(as_conv, gate.bn)
+    weight2, bias2 = _LAST_LAYERS[type(gate)](gate)
+    if gate.forced is not None:
+        if gate.forced.ndim != 1:
+            raise ValueError('per-image forced masks cannot be accelerated; force the same mask for all images.')
+        weight2, bias2 = torch.zeros_like(weight2), gate.forced.to(bias2) - 0.5
+    # Ungated filters become filters with an always open gate.
+    weight2 = torch.cat((weight2, weight2.new_zeros(gate.num_ungated, weight2.shape[1])))
+    bias2 = torch.cat((bias2, bias2.new_ones(gate.num_ungated)))
+    macs = gate.fc1.weight.numel() + gate.fc2.weight.numel()
+    return GateOp(source, number, as_conv.weight[:, :, 0, 0], as_conv.bias, weight2, bias2, macs)
+
+
+def _pool(module: Union[nn.MaxPool2d, nn.AvgPool2d], source: int, target: int) -> PoolOp:
+    average = isinstance(module, nn.AvgPool2d)
+    padding = _single(module.padding, module)
+    if type(module) not in (nn.MaxPool2d, nn.AvgPool2d) or getattr(module, 'divisor_override', None) is not None \
+            or _single(getattr(module, 'dilation', 1), module) != 1 \
+            or (average and module.count_include_pad and (padding or module.ceil_mode)):
+        raise _unsupported(module)
+    return PoolOp(
+        source, target, average,
+        _single(module.kernel_size, module), _single(module.stride, module), padding, module.ceil_mode)
