@@ -13,7 +13,7 @@ SOURCES = ROOT / 'timm_gated' / 'csrc'
 
 
 class BuildKernels(build_ext):
-    """Build the kernels with OpenMP, or else without it, or else warn.
+    """Build the kernels, or else warn.
 
     No flag selects an instruction set: the kernels choose theirs at run time.
     """
@@ -21,14 +21,12 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         if self.compiler.compiler_type == 'msvc':
             return self._warn('they need GCC or Clang, not MSVC')
-        flags = ['-std=gnu11', '-O3', '-fno-math-errno', '-fvisibility=hidden']
-        for openmp in (['-fopenmp'], []):
-            ext.extra_compile_args, ext.extra_link_args = flags + openmp, openmp
-            try:
-                return super().build_extension(ext)
-            except Exception as error:  # the type depends on the compiler
-                reason = error
-        return self._warn(str(reason))
+        ext.extra_compile_args = ['-std=gnu11', '-O3', '-fno-math-errno', '-fvisibility=hidden', '-pthread']
+        ext.extra_link_args = ['-pthread']
+        try:
+            super().build_extension(ext)
+        except Exception as error:  # the type depends on the compiler
+            self._warn(str(error))
 
     def _warn(self, reason: str) -> None:
         print(

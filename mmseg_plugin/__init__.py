@@ -6,6 +6,7 @@ that models without gates use.
 from timm_gated.version import __version__ as __version__
 
 from . import compat  # noqa: F401, I001  (before anything of mmseg)
+from . import heads as _heads  # noqa: F401  (registers the compilation of decode heads)
 from .backbones import GatedResNet, GatedResNetV1c, GatedResNetV1d, SlimResNet
 from .checkpoints import WholeFileBackend, load_from_safetensors, load_from_timm_gated
 from .datasets import CamVidDataset

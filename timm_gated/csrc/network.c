@@ -11,7 +11,7 @@
 static _Thread_local char message[256];
 
 /* Must be increased with any change of the functions called from Python. */
-API int tg_version(void) { return 3; }
+API int tg_version(void) { return 4; }
 
 API const char *tg_error(void) { return message; }
 
@@ -229,6 +229,33 @@ API int tg_add_subsample(network_t *network, int in, int out, int stride, int be
     op->stride = stride;
     op->before = before;
     op->after = after;
+    network->num_ops++;
+    return 0;
+}
+
+/* Average pooling to bins * bins pixels, like torch's adaptive pooling. */
+API int tg_add_adaptive_pool(network_t *network, int in, int out, int bins) {
+    if (bins < 1 || bins > 64)
+        return fail("invalid adaptive pooling: %d bins", bins);
+    op_t *op = add(network, ADAPTIVE_POOL, in, out);
+    if (!op)
+        return -1;
+    op->kernel = bins;
+    network->num_ops++;
+    return 0;
+}
+
+/* Resize a map bilinearly to the size of `like`, into channels from `before` on of a map of so many channels. */
+API int tg_add_place(network_t *network, int in, int out, int like, int before, int channels, int align_corners) {
+    if (like < 0 || like >= network->num_buffers || like == out || out_of_range(before, 0) || out_of_range(channels, 1))
+        return fail("invalid place: like buffer %d, channel %d of %d", like, before, channels);
+    op_t *op = add(network, PLACE, in, out);
+    if (!op)
+        return -1;
+    op->like = like;
+    op->before = before;
+    op->c_out = channels;
+    op->align_corners = align_corners;
     network->num_ops++;
     return 0;
 }

@@ -33,7 +33,7 @@ _Static_assert(sizeof(size_t) == 8, "size_t must have 64 bits");
 
 INLINE size_t times(size_t count, size_t size) { return count < MAX_MEMORY / size ? count * size : MAX_MEMORY; }
 
-typedef enum { CONV, MAX_POOL, AVG_POOL, SUBSAMPLE, GATE, SKIP, OUTPUT } kind_t;
+typedef enum { CONV, MAX_POOL, AVG_POOL, ADAPTIVE_POOL, SUBSAMPLE, PLACE, GATE, SKIP, OUTPUT } kind_t;
 
 typedef struct {
     kind_t kind;
@@ -45,6 +45,8 @@ typedef struct {
     int relu;
     int ceil_mode;          /* pooling */
     int before, after;      /* subsampling: channels of zeros */
+    int like;                /* buffer whose size a placed map is resized to */
+    int align_corners;       /* of that resizing */
     int hidden;             /* width of the hidden layer of a gate */
     float *weight, *bias;   /* convolution: packed; gate: first layer, [c_in][hidden] */
     float *weight2, *bias2; /* gate: second layer, [hidden][c_out] */

@@ -240,13 +240,24 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
         return 0;
 
     shape_t *out = &step->out;
-    out->height = out_size(in->height, op);
-    out->width = out_size(in->width, op);
+    if (op->kind == PLACE) {
+        const shape_t *like = &walk->shapes[op->like];
+        if (!like->channels || op->before > op->c_out - in->channels)
+            return fail(
+                "a map of %d channels does not fit into %d from channel %d on, or has no size", in->channels, op->c_out,
+                op->before);
+        out->height = like->height;
+        out->width = like->width;
+        out->channels = op->c_out;
+    } else {
+        out->height = op->kind == ADAPTIVE_POOL ? op->kernel : out_size(in->height, op);
+        out->width = op->kind == ADAPTIVE_POOL ? op->kernel : out_size(in->width, op);
+        out->channels = op->kind == CONV ? op->c_out : in->channels + op->before + op->after;
+    }
     if (out->height < 1 || out->width < 1)
         return fail(
             "images of %d x %d are too small: a map is %d x %d before a kernel of %d", plan->height, plan->width,
             in->height, in->width, op->kernel);
-    out->channels = op->kind == CONV ? op->c_out : in->channels + op->before + op->after;
     if (out->channels > MAX_SIZE)
         return fail("a map of %d channels, at most %d are supported", out->channels, MAX_SIZE);
     plan->max_channels = max(plan->max_channels, out->channels);
@@ -268,6 +279,10 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     if (op->kind == MAX_POOL || op->kind == AVG_POOL) /* one row with its borders */
         at_least(
             &plan->thread_floats, (size_t)max(pooled_columns(op, out->width), in->width + op->padding) + 2 * MAX_LANES);
+    if (op->kind == ADAPTIVE_POOL)
+        at_least(&plan->thread_floats, in->width);
+    if (op->kind == PLACE) /* the rows of a map, resized along them */
+        at_least(&plan->thread_floats, times((size_t)in->height, (size_t)out->width));
     return op->kind == CONV ? plan_conv(plan, op, step) : 0;
 }
 

@@ -348,6 +348,72 @@ static void run_pool(context_t *context, const op_t *op, const step_t *step) {
     }
 }
 
+static void run_adaptive_pool(context_t *context, const op_t *op, const step_t *step) {
+    const shape_t *in = &step->in;
+    const int bins = op->kernel;
+    float *columns = context->own->plane;
+    range_t channels = part(context, in->channels);
+    for (ptrdiff_t c = channels.begin; c < channels.end; c++) {
+        const float *x = context->sample->buffers[op->in] + c * in->plane;
+        float *y = context->sample->buffers[op->out] + c * step->out.plane;
+        for (int i = 0; i < bins; i++) {
+            int top = (int)((int64_t)i * in->height / bins);
+            int bottom = (int)(((int64_t)(i + 1) * in->height + bins - 1) / bins);
+            memcpy(columns, x + (ptrdiff_t)top * in->width, (size_t)in->width * sizeof *columns);
+            for (int row = top + 1; row < bottom; row++)
+                for (int j = 0; j < in->width; j++)
+                    columns[j] += x[(ptrdiff_t)row * in->width + j];
+            for (int j = 0; j < bins; j++) {
+                int left = (int)((int64_t)j * in->width / bins);
+                int right = (int)(((int64_t)(j + 1) * in->width + bins - 1) / bins);
+                double sum = context->plan->network->kernels->sum(columns + left, right - left);
+                *y++ = (float)(sum / ((double)(bottom - top) * (right - left)));
+            }
+        }
+    }
+}
+
+/* Position in a row of `in` pixels that pixel `i` of a row of `out` pixels is interpolated at, like torch. */
+static float source_position(int i, int in, int out, int align_corners) {
+    if (align_corners)
+        return out > 1 ? (float)i * ((float)(in - 1) / (float)(out - 1)) : 0.f;
+    float position = ((float)i + 0.5f) * ((float)in / (float)out) - 0.5f;
+    return position > 0.f ? position : 0.f;
+}
+
+static void run_place(context_t *context, const op_t *op, const step_t *step) {
+    const shape_t *in = &step->in, *out = &step->out;
+    float *rows = context->own->plane; /* of the input, resized to the width of the output */
+    range_t channels = part(context, in->channels);
+    for (ptrdiff_t c = channels.begin; c < channels.end; c++) {
+        const float *x = context->sample->buffers[op->in] + c * in->plane;
+        float *y = context->sample->buffers[op->out] + (c + op->before) * out->plane;
+        if (in->height == out->height && in->width == out->width) {
+            memcpy(y, x, (size_t)in->height * in->width * sizeof *y);
+            continue;
+        }
+        for (int j = 0; j < out->width; j++) {
+            float position = source_position(j, in->width, out->width, op->align_corners);
+            int left = (int)position < in->width - 1 ? (int)position : in->width - 1;
+            int right = left + (left < in->width - 1);
+            float weight = position - (float)left;
+            for (int i = 0; i < in->height; i++) {
+                const float *row = x + (ptrdiff_t)i * in->width;
+                rows[(ptrdiff_t)i * out->width + j] = (1.f - weight) * row[left] + weight * row[right];
+            }
+        }
+        for (int i = 0; i < out->height; i++, y += out->width) {
+            float position = source_position(i, in->height, out->height, op->align_corners);
+            int top = (int)position < in->height - 1 ? (int)position : in->height - 1;
+            int bottom = top + (top < in->height - 1);
+            float weight = position - (float)top;
+            const float *above = rows + (ptrdiff_t)top * out->width, *below = rows + (ptrdiff_t)bottom * out->width;
+            for (int j = 0; j < out->width; j++)
+                y[j] = (1.f - weight) * above[j] + weight * below[j];
+        }
+    }
+}
+
 static void run_subsample(context_t *context, const op_t *op, const step_t *step) {
     const shape_t *in = &step->in, *out = &step->out;
     range_t channels = part(context, out->channels);
@@ -426,7 +492,9 @@ static void run_sample(
             case CONV: run_conv(context, op, step); break;
             case MAX_POOL:
             case AVG_POOL: run_pool(context, op, step); break;
+            case ADAPTIVE_POOL: run_adaptive_pool(context, op, step); break;
             case SUBSAMPLE: run_subsample(context, op, step); break;
+            case PLACE: run_place(context, op, step); break;
             case GATE: run_gate(context, op, step); break;
             case SKIP:
                 if (!context->sample->num_open[op->gate_out]) {

@@ -1,23 +1,41 @@
 """Inference with gated networks: `accelerate` and export"""
-from .accelerate import Accelerated, accelerate
-from .compiler import Trunk, compile_trunk, register_forward, trunk
+from .accelerate import Accelerated, accelerate, accelerated_parts
+from .compiler import (
+    Compiler,
+    Trunk,
+    compile_module,
+    compile_trunk,
+    find_trunk,
+    is_plain_conv,
+    register_forward,
+    sequence,
+    trunk,
+)
 from .export import export_onnx, export_program, onnx_difference
 from .native import instruction_sets
-from .program import ConvOp, Program
+from .program import AdaptivePoolOp, ConcatOp, ConvOp, Program
 from .sliced import SlicedRunner
 
 __all__ = [
     'Accelerated',
+    'AdaptivePoolOp',
+    'Compiler',
+    'ConcatOp',
     'ConvOp',
     'Program',
     'SlicedRunner',
     'Trunk',
     'accelerate',
+    'accelerated_parts',
+    'compile_module',
     'compile_trunk',
     'export_onnx',
     'export_program',
+    'find_trunk',
     'instruction_sets',
+    'is_plain_conv',
     'onnx_difference',
     'register_forward',
+    'sequence',
     'trunk',
 ]

@@ -8,6 +8,7 @@ There are two backends: 'native', this package's own CPU kernels, and 'torch', w
 device.
 """
 import copy
+from functools import singledispatch
 from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
@@ -21,7 +22,7 @@ from .native import NativeRunner, why_not
 from .program import check_images
 from .sliced import SlicedRunner
 
-__all__ = ['Accelerated', 'accelerate']
+__all__ = ['Accelerated', 'accelerate', 'accelerated_parts']
 
 BACKENDS = ('auto', 'native', 'torch')
 
@@ -138,7 +139,8 @@ def accelerate(model: nn.Module, backend: str = 'auto', isa: Optional[str] = Non
     if parts is not None:
         return Accelerated(parts, backend, isa)
     replacements: Dict[int, nn.Module] = {
-        id(module): Accelerated(parts, backend, isa) for module, parts in _trunks(model)}
+        id(module): Accelerated(part, backend, isa) if isinstance(part, Trunk) else part
+        for module, part in accelerated_parts(model)}
     if not replacements:
         raise ValueError(
             f'{type(model).__name__} contains no network that can be accelerated. Supported: ResNets of timm and of '
@@ -148,13 +150,17 @@ def accelerate(model: nn.Module, backend: str = 'auto', isa: Optional[str] = Non
     return fast
 
 
-def _trunks(model: nn.Module) -> List[Tuple[nn.Module, Trunk]]:
-    """Find the outermost submodules that can be accelerated."""
-    found = []
+@singledispatch
+def accelerated_parts(model: nn.Module) -> List[Tuple[nn.Module, Union[Trunk, nn.Module]]]:
+    """Return the submodules to replace, each with its trunk or its replacement. Other packages may register theirs.
+
+    By default, the trunks of the outermost submodules that can be accelerated.
+    """
+    found: List[Tuple[nn.Module, Union[Trunk, nn.Module]]] = []
     for child in model.children():
         parts = find_trunk(child)
         if parts is not None:
             found.append((child, parts))
         else:
-            found.extend(_trunks(child))
+            found.extend(accelerated_parts(child))
     return found

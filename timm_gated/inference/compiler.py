@@ -18,7 +18,10 @@ from ..layers import ChannelGate, GatedBasicBlock, GatedBottleneck, GatedConvs
 from ..models import AigBasicBlock, AigBottleneck, AigGate, CarryNet, CarryStage, CifarResNet, PadShortcut
 from .program import ConvOp, GateOp, Op, OutputOp, PoolOp, Program, SkipOp, SubsampleOp
 
-__all__ = ['Trunk', 'compile_trunk', 'find_trunk', 'register_forward', 'trunk']
+__all__ = [
+    'Compiler', 'Trunk', 'compile_module', 'compile_trunk', 'find_trunk', 'is_plain_conv', 'register_forward',
+    'sequence', 'trunk',
+]
 
 # Forward methods that the compiler reproduces. Classes that override them are refused.
 _known_forwards: Set[Any] = {
@@ -124,7 +127,7 @@ def compile_trunk(modules: Iterable[Tuple[nn.Module, bool]]) -> Program:
     Args:
         modules: Modules in execution order, each with a flag that says whether its output is returned.
     """
-    compiler = _Compiler()
+    compiler = Compiler()
     with torch.no_grad():
         for module, is_output in modules:
             compiler.add(module)
@@ -137,52 +140,72 @@ def compile_trunk(modules: Iterable[Tuple[nn.Module, bool]]) -> Program:
 _IMAGE, _FIRST, _SECOND, _INNER1, _INNER2, _SHORTCUT, _POOLED = range(7)
 
 
-class _Compiler:
+class Compiler:
+    """Appends the operations of modules to a program.
+
+    Attributes:
+        ops: Operations so far.
+        current: Map that the next operation reads.
+    """
+
     def __init__(self) -> None:
         self.ops: List[Op] = []
         self.current = _IMAGE
+        self._num_maps = 7
+        self._reuses_maps = True
         self._pending: Optional[ConvOp] = None  # a convolution that a norm and a ReLU may follow
         self._gates: Dict[int, int] = {}  # gate numbers by id of the module
 
     def finish(self) -> Program:
-        self._flush()
+        self.flush()
         first = next(op for op in self.ops if isinstance(op, ConvOp))
-        return Program(first.weight.shape[1], self.ops, num_maps=7, num_gates=len(self._gates))
+        return Program(first.weight.shape[1], self.ops, self._num_maps, len(self._gates))
 
-    def _flush(self) -> None:
+    def keep_maps(self) -> None:
+        """Give every following operation a map of its own, so that all of them can be read later."""
+        self.flush()
+        self._reuses_maps = False
+
+    def flush(self) -> None:
         if self._pending is not None:
             self.ops.append(self._pending)
             self._pending = None
 
     def add_output(self) -> None:
-        self._flush()
+        self.flush()
         self.ops.append(OutputOp(self.current))
 
     def add(self, module: nn.Module) -> None:
         for leaf in _leaves(module):
             if isinstance(leaf, nn.Conv2d):
-                self._flush()
-                self._pending = _conv(leaf, self.current, self._advance())
+                self.flush()
+                self._pending = _conv(leaf, self.current, self.advance())
             elif type(leaf) in _NORMS and self._pending is not None and not self._pending.relu:
                 _fold(self._pending, leaf)
             elif type(leaf) is nn.ReLU and self._pending is not None:
                 self._pending.relu = True
             elif isinstance(leaf, (nn.MaxPool2d, nn.AvgPool2d)):
-                self._flush()
-                self.ops.append(_pool(leaf, self.current, self._advance()))
+                self.flush()
+                self.ops.append(_pool(leaf, self.current, self.advance()))
             elif hasattr(leaf, 'conv1') and hasattr(leaf, 'conv2'):
-                self._flush()
+                self.flush()
                 self._add_block(leaf)
             else:
-                raise _unsupported(leaf)
+                self.flush()
+                compile_module(leaf, self)
 
-    def _advance(self) -> int:
-        self.current = _SECOND if self.current == _FIRST else _FIRST
+    def advance(self) -> int:
+        """Return the map that the next operation writes. It becomes the current one."""
+        if self._reuses_maps:
+            self.current = _SECOND if self.current == _FIRST else _FIRST
+        else:
+            self.current = self._num_maps
+            self._num_maps += 1
         return self.current
 
     def _add_block(self, block: Any) -> None:
         _check_block(block)
-        source, target = self.current, self._advance()
+        source, target = self.current, self.advance()
         names = [name for name in ('conv1', 'conv2', 'conv3') if hasattr(block, name)]
         switches = getattr(block, 'gated_convs', {})
         for gate in dict.fromkeys(gate for name in names for gate in switches.get(name, ()) if gate is not None):
@@ -237,9 +260,43 @@ def _unsupported(module: nn.Module, why: str = '') -> ValueError:
         f'convolutions, batch norm and ReLU, gated or dense.')
 
 
+@singledispatch
+def compile_module(module: nn.Module, compiler: Compiler) -> None:
+    """Compile a module that is not a layer or a residual block. Other packages may register theirs.
+
+    Args:
+        module: Module to compile.
+        compiler: Compiler to append its operations to.
+    """
+    raise _unsupported(module)
+
+
+@singledispatch
+def sequence(module: nn.Module) -> Optional[Iterable[nn.Module]]:
+    """Return the children that a module runs one after another, or None. Other packages may register theirs."""
+    return None
+
+
+@sequence.register
+def _(module: nn.Sequential) -> Optional[Iterable[nn.Module]]:
+    return module if _is_known(module) else None
+
+
+def is_plain_conv(module: nn.Module) -> bool:
+    """Whether a module is a convolution, optionally with batch norm and ReLU, that can be compiled."""
+    conv, *others = _leaves(module)
+    return (
+        type(conv) is nn.Conv2d and conv.groups == 1 and conv.padding_mode == 'zeros'
+        and all(len(set(size)) == 1 for size in (conv.kernel_size, conv.stride, conv.dilation))
+        and isinstance(conv.padding, tuple) and len(set(conv.padding)) == 1
+        and [type(other) for other in others] in ([], *([norm] for norm in _NORMS), [nn.ReLU],
+                                                  *([norm, nn.ReLU] for norm in _NORMS)))
+
+
 def _leaves(module: nn.Module) -> Iterator[nn.Module]:
-    if isinstance(module, nn.Sequential) and _is_known(module):
-        for child in module:
+    children = sequence(module)
+    if children is not None:
+        for child in children:
             yield from _leaves(child)
     elif not isinstance(module, (nn.Identity, nn.Dropout)):
         yield module

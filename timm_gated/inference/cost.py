@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ..layers import Macs
-from .program import ConvOp, GateOp, Op, PoolOp, Program, SkipOp, SubsampleOp
+from .program import AdaptivePoolOp, ConcatOp, ConvOp, GateOp, Op, PoolOp, Program, SkipOp, SubsampleOp
 
 __all__ = ['Cost', 'ProgramCost']
 
@@ -84,7 +84,11 @@ class ProgramCost:
                 gates[op.gate] = len(op.weight2)
             elif isinstance(op, SkipOp):
                 skipping = [op.gate] * op.count
-            elif isinstance(op, (ConvOp, PoolOp, SubsampleOp)):
+            elif isinstance(op, ConcatOp):
+                channels = sum(shapes[source][0] for source in op.sources)
+                shapes[op.target] = (channels, *shapes[op.sources[0]][1:])
+                pooled.discard(op.target)
+            elif isinstance(op, (ConvOp, PoolOp, AdaptivePoolOp, SubsampleOp)):
                 shapes[op.target] = shape = _shape(op, *shapes[op.source])
                 pooled.discard(op.target)
                 if isinstance(op, ConvOp):
@@ -114,6 +118,8 @@ def _shape(op: Any, channels: int, height: int, width: int) -> Tuple[int, int, i
     """Return the shape of the output map of an operation."""
     if isinstance(op, SubsampleOp):
         return channels + op.before + op.after, -(-height // op.stride), -(-width // op.stride)
+    if isinstance(op, AdaptivePoolOp):
+        return channels, op.bins, op.bins
     if isinstance(op, ConvOp):
         reach = op.dilation * (op.weight.shape[2] - 1) + 1
         sides = [(side + 2 * op.padding - reach) // op.stride + 1 for side in (height, width)]

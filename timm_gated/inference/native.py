@@ -11,13 +11,25 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
-from .program import ConvOp, GateOp, Op, OutputOp, PoolOp, Program, SkipOp, SubsampleOp, check_images
+from .program import (
+    AdaptivePoolOp,
+    ConcatOp,
+    ConvOp,
+    GateOp,
+    Op,
+    OutputOp,
+    PoolOp,
+    Program,
+    SkipOp,
+    SubsampleOp,
+    check_images,
+)
 
 __all__ = ['NativeRunner', 'instruction_sets', 'why_not']
 
 _MAX_PLANS = 4  # image sizes to keep memory for, most recently used
 _MAX_PIXELS = 2 ** 26  # per image (csrc/plan.c)
-_VERSION = 3  # must equal tg_version()
+_VERSION = 4  # must equal tg_version()
 _SIGNATURES: Dict[str, Tuple[Any, List[Any]]] = {
     'tg_version': (c_int, []),
     'tg_error': (c_char_p, []),
@@ -27,6 +39,8 @@ _SIGNATURES: Dict[str, Tuple[Any, List[Any]]] = {
     'tg_add_conv': (c_int, [c_void_p, *[c_int] * 12, c_void_p, c_void_p]),
     'tg_add_gate': (c_int, [c_void_p, *[c_int] * 5, *[c_void_p] * 4]),
     'tg_add_pool': (c_int, [c_void_p, *[c_int] * 7]),
+    'tg_add_adaptive_pool': (c_int, [c_void_p, *[c_int] * 3]),
+    'tg_add_place': (c_int, [c_void_p, *[c_int] * 6]),
     'tg_add_subsample': (c_int, [c_void_p, *[c_int] * 5]),
     'tg_add_skip': (c_int, [c_void_p, *[c_int] * 4]),
     'tg_add_output': (c_int, [c_void_p, c_int]),
@@ -157,8 +171,10 @@ class NativeRunner:
         self._in_channels = program.in_channels
         self._plans: OrderedDict[Tuple[int, int], _Plan] = OrderedDict()
         self._lock = threading.Lock()
+        self._channels: Dict[int, int] = {0: program.in_channels}  # by map
         for op in program.ops:
             _check(None, self._add(op) != 0)
+            self._note_channels(op)
 
     @property
     def transformed_bytes(self) -> int:
@@ -185,12 +201,35 @@ class NativeRunner:
         if isinstance(op, PoolOp):
             return library.tg_add_pool(
                 network, op.average, op.source, op.target, op.kernel, op.stride, op.padding, op.ceil_mode)
+        if isinstance(op, AdaptivePoolOp):
+            return library.tg_add_adaptive_pool(network, op.source, op.target, op.bins)
+        if isinstance(op, ConcatOp):
+            return self._add_concat(op)
         if isinstance(op, SubsampleOp):
             return library.tg_add_subsample(network, op.source, op.target, op.stride, op.before, op.after)
         if isinstance(op, SkipOp):
             return library.tg_add_skip(network, op.source, op.target, op.gate, op.count)
         assert isinstance(op, OutputOp)
         return library.tg_add_output(network, op.source)
+
+    def _note_channels(self, op: Op) -> None:
+        if isinstance(op, ConvOp):
+            self._channels[op.target] = len(op.weight)
+        elif isinstance(op, ConcatOp):
+            self._channels[op.target] = sum(self._channels[source] for source in op.sources)
+        elif isinstance(op, SubsampleOp):
+            self._channels[op.target] = self._channels[op.source] + op.before + op.after
+        elif isinstance(op, (PoolOp, AdaptivePoolOp)):
+            self._channels[op.target] = self._channels[op.source]
+
+    def _add_concat(self, op: ConcatOp) -> int:
+        total = sum(self._channels[source] for source in op.sources)
+        before = status = 0
+        for source in op.sources:
+            status = status or _get().tg_add_place(
+                self._network.pointer, source, op.target, op.sources[0], before, total, op.align_corners)
+            before += self._channels[source]
+        return status
 
     def __deepcopy__(self, memo: Any) -> 'NativeRunner':
         return self  # immutable

@@ -4,11 +4,14 @@ The backends of `accelerate` run programs, `compile_trunk` makes them. A `Progra
 that backends need not check it again. Checks that depend on the size of the images are left to the backends.
 """
 from dataclasses import dataclass
-from typing import Any, Dict, NoReturn, Optional, Sequence, Set, Union
+from typing import Any, Dict, NoReturn, Optional, Sequence, Set, Tuple, Union
 
 import torch
 
-__all__ = ['ConvOp', 'GateOp', 'Op', 'OutputOp', 'PoolOp', 'Program', 'SkipOp', 'SubsampleOp', 'check_images']
+__all__ = [
+    'AdaptivePoolOp', 'ConcatOp', 'ConvOp', 'GateOp', 'Op', 'OutputOp', 'PoolOp', 'Program', 'SkipOp', 'SubsampleOp',
+    'check_images',
+]
 
 # Limits of the native kernels (csrc/network.h)
 _MAX_SIZE = 2 ** 20  # channels, maps, gates, dilation and padding
@@ -62,6 +65,22 @@ class PoolOp:
 
 
 @dataclass
+class AdaptivePoolOp:
+    """Average pooling to `bins` x `bins` pixels, like torch's adaptive pooling."""
+    source: int
+    target: int
+    bins: int
+
+
+@dataclass
+class ConcatOp:
+    """Concatenation of channels. Maps are resized bilinearly to the size of the first one."""
+    sources: Tuple[int, ...]
+    target: int
+    align_corners: bool = False
+
+
+@dataclass
 class SubsampleOp:
     """Strided subsampling, with `before` and `after` channels of zeros added."""
     source: int
@@ -86,7 +105,7 @@ class OutputOp:
     source: int
 
 
-Op = Union[ConvOp, GateOp, PoolOp, SubsampleOp, SkipOp, OutputOp]
+Op = Union[ConvOp, GateOp, PoolOp, AdaptivePoolOp, ConcatOp, SubsampleOp, SkipOp, OutputOp]
 
 
 @dataclass(frozen=True)
@@ -145,6 +164,10 @@ class _Validator:
                 self._check_gate(op)
             elif isinstance(op, PoolOp):
                 self._check_pool(op)
+            elif isinstance(op, AdaptivePoolOp):
+                self._check_adaptive_pool(op)
+            elif isinstance(op, ConcatOp):
+                self._check_concat(op)
             elif isinstance(op, SubsampleOp):
                 self._check_subsample(op)
             elif isinstance(op, SkipOp):
@@ -240,6 +263,20 @@ class _Validator:
         self._int(op, 'padding', 0, op.kernel // 2)
         channels = self._read('source', op.source)
         self._check_target(op, op.source)
+        self.maps[op.target] = _Map(channels)
+
+    def _check_adaptive_pool(self, op: AdaptivePoolOp) -> None:
+        self._int(op, 'bins', 1, _MAX_KERNEL)
+        channels = self._read('source', op.source)
+        self._check_target(op, op.source)
+        self.maps[op.target] = _Map(channels)
+
+    def _check_concat(self, op: ConcatOp) -> None:
+        if not isinstance(op.sources, tuple) or not op.sources:
+            self._fail(f'sources must be a tuple of one or more maps, got {op.sources!r}')
+        channels = sum(self._read('source', source) for source in op.sources)
+        _check_int(self.where, 'number of output channels', channels, 1)
+        self._check_target(op, *op.sources)
         self.maps[op.target] = _Map(channels)
 
     def _check_subsample(self, op: SubsampleOp) -> None:

@@ -4,13 +4,25 @@ Runs on any device and does not need the native kernels. For each image, the ope
 and only those are convolved.
 """
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .program import ConvOp, GateOp, Op, OutputOp, PoolOp, Program, SkipOp, SubsampleOp, check_images
+from .program import (
+    AdaptivePoolOp,
+    ConcatOp,
+    ConvOp,
+    GateOp,
+    Op,
+    OutputOp,
+    PoolOp,
+    Program,
+    SkipOp,
+    SubsampleOp,
+    check_images,
+)
 
 __all__ = ['SlicedRunner']
 
@@ -136,6 +148,25 @@ class _Pool(_Step):
         state.maps[self.target] = y
 
 
+class _AdaptivePool(_Step):
+    bins: int
+
+    def forward(self, state: State) -> None:
+        state.maps[self.target] = F.adaptive_avg_pool2d(state.maps[self.source], self.bins)
+
+
+class _Concat(_Step):
+    sources: Tuple[int, ...]
+    align_corners: bool
+
+    def forward(self, state: State) -> None:
+        maps = [state.maps[source] for source in self.sources]
+        size = maps[0].shape[2:]
+        state.maps[self.target] = torch.cat([
+            x if x.shape[2:] == size else
+            F.interpolate(x, size, mode='bilinear', align_corners=self.align_corners) for x in maps], dim=1)
+
+
 class _Subsample(_Step):
     stride: int
     before: int
@@ -163,4 +194,5 @@ class _Output(_Step):
 
 
 _STEPS: Dict[Any, Any] = {
-    ConvOp: _Conv, GateOp: _Gate, PoolOp: _Pool, SubsampleOp: _Subsample, SkipOp: _Skip, OutputOp: _Output}
+    ConvOp: _Conv, GateOp: _Gate, PoolOp: _Pool, AdaptivePoolOp: _AdaptivePool, ConcatOp: _Concat,
+    SubsampleOp: _Subsample, SkipOp: _Skip, OutputOp: _Output}
