@@ -126,43 +126,44 @@ static float *copy(const float *values, ptrdiff_t count) {
 static int out_of_range(int value, int low) { return value < low || value > MAX_SIZE; }
 
 /* Add a convolution with folded batch norm; weight is [c_out][c_in][kernel][kernel]. */
-API int tg_add_conv(
-    network_t *network, int in, int out, int residual, int gate_in, int gate_out, int c_in, int c_out, int kernel,
-    int stride, int dilation, int padding, int relu, const float *weight, const float *bias) {
-    if (out_of_range(c_in, 1) || out_of_range(c_out, 1) || kernel < 1 || kernel > 64 || stride < 1 || stride > 64
-        || out_of_range(dilation, 1) || out_of_range(padding, 0) || !weight || !bias)
+API int tg_add_conv(network_t *network, const conv_spec_t *spec, const float *weight, const float *bias) {
+    if (out_of_range(spec->c_in, 1) || out_of_range(spec->c_out, 1) || out_of_range(spec->dilation, 1)
+        || out_of_range(spec->padding, 0) || spec->kernel < 1 || spec->kernel > 64 || spec->stride < 1
+        || spec->stride > 64 || !weight || !bias)
         return fail(
-            "invalid convolution: %d to %d channels, kernel %d, stride %d, dilation %d, padding %d", c_in, c_out,
-            kernel, stride, dilation, padding);
-    if (residual < -1 || residual >= network->num_buffers || residual == out)
-        return fail("invalid convolution: buffer %d with residual %d", out, residual);
-    int gates[] = {gate_in, gate_out}, sizes[] = {c_in, c_out};
+            "invalid convolution: %d to %d channels, kernel %d, stride %d, dilation %d, padding %d", spec->c_in,
+            spec->c_out, spec->kernel, spec->stride, spec->dilation, spec->padding);
+    if (spec->residual < -1 || spec->residual >= network->num_buffers || spec->residual == spec->out)
+        return fail("invalid convolution: buffer %d with residual %d", spec->out, spec->residual);
+    int gates[] = {spec->gate_in, spec->gate_out}, sizes[] = {spec->c_in, spec->c_out};
     for (int i = 0; i < 2; i++)
         if (gates[i] < -1 || gates[i] >= network->num_gates
             || (gates[i] >= 0 && network->gate_sizes[gates[i]] != sizes[i]))
-            return fail("invalid convolution: %d to %d channels with gates %d and %d", c_in, c_out, gate_in, gate_out);
-    op_t *op = add(network, CONV, in, out);
+            return fail(
+                "invalid convolution: %d to %d channels with gates %d and %d", spec->c_in, spec->c_out, spec->gate_in,
+                spec->gate_out);
+    op_t *op = add(network, CONV, spec->in, spec->out);
     if (!op)
         return -1;
-    op->residual = residual;
-    op->gate_in = gate_in;
-    op->gate_out = gate_out;
-    op->c_in = c_in;
-    op->c_out = c_out;
-    op->kernel = kernel;
-    op->stride = stride;
-    op->dilation = dilation;
-    op->padding = padding;
-    op->relu = relu;
-    int taps = kernel * kernel;
+    op->residual = spec->residual;
+    op->gate_in = spec->gate_in;
+    op->gate_out = spec->gate_out;
+    op->c_in = spec->c_in;
+    op->c_out = spec->c_out;
+    op->kernel = spec->kernel;
+    op->stride = spec->stride;
+    op->dilation = spec->dilation;
+    op->padding = spec->padding;
+    op->relu = spec->relu;
+    int taps = spec->kernel * spec->kernel;
     packing_t to = packing(op, taps);
     op->weight = allocate((size_t)to.point * sizeof *op->weight);
-    op->bias = copy(bias, c_out);
+    op->bias = copy(bias, spec->c_out);
     network->num_ops++;
     if (!op->weight || !op->bias)
         return fail("out of memory");
-    for (int k = 0; k < c_out; k++)
-        for (int c = 0; c < c_in; c++)
+    for (int k = 0; k < op->c_out; k++)
+        for (int c = 0; c < op->c_in; c++)
             for (int t = 0; t < taps; t++)
                 op->weight[row_offset(&to, k) + c * to.column + t * to.tap] = *weight++;
     return 0;

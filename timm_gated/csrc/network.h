@@ -35,6 +35,16 @@ INLINE size_t times(size_t count, size_t size) { return count < MAX_MEMORY / siz
 
 typedef enum { CONV, MAX_POOL, AVG_POOL, ADAPTIVE_POOL, SUBSAMPLE, PLACE, GATE, SKIP, OUTPUT } kind_t;
 
+/* A convolution as the caller describes it; _ConvSpec in inference/native.py has the same fields. Buffers and gates that
+ * do not apply are -1. */
+typedef struct {
+    int in, out, residual;
+    int gate_in, gate_out;
+    int c_in, c_out;
+    int kernel, stride, dilation, padding;
+    int relu;
+} conv_spec_t;
+
 typedef struct {
     kind_t kind;
     int in, out, residual; /* buffers, or -1 */
@@ -45,8 +55,8 @@ typedef struct {
     int relu;
     int ceil_mode;          /* pooling */
     int before, after;      /* subsampling: channels of zeros */
-    int like;                /* buffer whose size a placed map is resized to */
-    int align_corners;       /* of that resizing */
+    int like;               /* buffer whose size a placed map is resized to */
+    int align_corners;      /* of that resizing */
     int hidden;             /* width of the hidden layer of a gate */
     float *weight, *bias;   /* convolution: packed; gate: first layer, [c_in][hidden] */
     float *weight2, *bias2; /* gate: second layer, [hidden][c_out] */

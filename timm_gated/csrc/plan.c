@@ -369,6 +369,18 @@ API int tg_plan_output(const plan_t *plan, int index, int size[3]) {
     return 0;
 }
 
+/* Name of the algorithm of an operation, or NULL if the operation is not a convolution. */
+API const char *tg_plan_algorithm(const plan_t *plan, int op) {
+    if (op < 0 || op >= plan->num_steps || plan->network->ops[op].kind != CONV)
+        return NULL;
+    const step_t *step = &plan->steps[op];
+    switch (step->algorithm) {
+        case POINTWISE: return "pointwise";
+        case DIRECT: return "direct";
+        default: return step->tiling.size == 4 ? "winograd 4x4" : "winograd 2x2";
+    }
+}
+
 /* Take the next part of a block of memory, or only add up the size if `memory` is NULL. With AddressSanitizer, each
  * part is followed by a poisoned gap. */
 static void *take(char *memory, size_t *used, size_t count, size_t size) {

@@ -2,14 +2,16 @@
 #include <math.h>
 #include <stdatomic.h>
 #include <string.h>
+#include <time.h>
 #include "network.h"
 
 typedef struct {
     const plan_t *plan;
     sample_t *sample;
     thread_t *own;
-    int thread, threads; /* index and number of the threads that share the sample */
-    team_t *team;        /* of these threads, if there are several */
+    int thread, threads;  /* index and number of the threads that share the sample */
+    team_t *team;         /* of these threads, if there are several */
+    double *milliseconds; /* per operation, to add to; NULL if they are not measured */
 } context_t;
 
 typedef struct {
@@ -19,6 +21,12 @@ typedef struct {
 /* The range of this thread. */
 static range_t part(const context_t *context, int64_t count) {
     return (range_t){count * context->thread / context->threads, count * (context->thread + 1) / context->threads};
+}
+
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec * 1e3 + (double)time.tv_nsec * 1e-6;
 }
 
 static void meet(const context_t *context) {
@@ -488,6 +496,8 @@ static void run_sample(
     for (int i = 0; i < network->num_ops; i++) {
         const op_t *op = &network->ops[i];
         const step_t *step = &plan->steps[i];
+        double *milliseconds = context->thread == 0 && context->milliseconds ? &context->milliseconds[i] : NULL;
+        double begin = milliseconds ? now() : 0.;
         switch (op->kind) {
             case CONV: run_conv(context, op, step); break;
             case MAX_POOL:
@@ -508,6 +518,8 @@ static void run_sample(
                 break;
         }
         meet(context);
+        if (milliseconds)
+            *milliseconds += now() - begin;
     }
     if (num_open && context->thread == 0)
         for (int g = 0; g < network->num_gates; g++)
@@ -520,6 +532,7 @@ typedef struct {
     int64_t count;
     float *const *outputs;
     int32_t *num_open;
+    double *milliseconds;
     atomic_llong next; /* next sample to run */
 } batch_t;
 
@@ -531,31 +544,37 @@ static void run_batch(void *argument, int thread, int threads) {
     ptrdiff_t image = (ptrdiff_t)plan->network->in_channels * plan->height * plan->width;
     int64_t alone = threads <= workspace->num_samples ? batch->count / threads * threads : 0;
     context_t own = {
-        plan, &workspace->samples[threads <= workspace->num_samples ? thread : 0], &workspace->threads[thread], 0, 1,
-        NULL};
+        plan,
+        &workspace->samples[threads <= workspace->num_samples ? thread : 0],
+        &workspace->threads[thread],
+        0,
+        1,
+        NULL,
+        threads == 1 ? batch->milliseconds : NULL};
     for (int64_t n; (n = atomic_fetch_add(&batch->next, 1)) < alone;)
         run_sample(&own, batch->images + n * image, batch->outputs, batch->num_open, n);
     if (alone == batch->count)
         return;
-    context_t shared = {plan, &workspace->samples[0], &workspace->threads[thread], thread, threads, workspace->team};
+    context_t shared = {plan,    &workspace->samples[0], &workspace->threads[thread], thread,
+                        threads, workspace->team,        batch->milliseconds};
     meet(&shared);
     for (int64_t n = alone; n < batch->count; n++)
         run_sample(&shared, batch->images + n * image, batch->outputs, batch->num_open, n);
 }
 
 /* Run images [count][channels][height][width]. Outputs have the same layout. If num_open is not NULL, it is set to the
- * number of open channels, [count][gates]. */
+ * number of open channels, [count][gates]. If milliseconds is not NULL, the times of the operations are added to it; a
+ * batch of one image has all of them. */
 API int tg_run(
     workspace_t *workspace, const float *images, int64_t count, float *const *outputs, int num_outputs,
-    int32_t *num_open) {
+    int32_t *num_open, double *milliseconds) {
     const network_t *network = workspace->plan->network;
     int expected = 0;
     for (int i = 0; i < network->num_ops; i++)
         expected += network->ops[i].kind == OUTPUT;
     if (!images || !outputs || count < 0 || num_outputs != expected)
-        return fail(
-            "invalid run: %lld images, %d outputs, expected %d", (long long)count, num_outputs, expected);
-    batch_t batch = {workspace, images, count, outputs, num_open, 0};
+        return fail("invalid run: %lld images, %d outputs, expected %d", (long long)count, num_outputs, expected);
+    batch_t batch = {workspace, images, count, outputs, num_open, milliseconds, 0};
     team_run(workspace->team, run_batch, &batch);
     return 0;
 }

@@ -9,16 +9,18 @@ device.
 """
 import copy
 from functools import singledispatch
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.nn as nn
 from torch.overrides import has_torch_function_unary
 
 from ..layers import MacCounter, Macs, ModuleMacs, run_and_report
+from ..utils import check_number
 from .compiler import Trunk, compile_trunk, find_trunk
 from .cost import ProgramCost
 from .native import NativeRunner, why_not
+from .plan import ExecutionPlan, PlannedLayer
 from .program import check_images
 from .sliced import SlicedRunner
 
@@ -34,9 +36,15 @@ class Accelerated(nn.Module):
         backend: 'native' or 'torch'.
     """
 
-    def __init__(self, parts: Trunk, backend: str, isa: Optional[str] = None) -> None:
+    def __init__(
+            self,
+            parts: Trunk,
+            backend: str,
+            isa: Optional[str] = None,
+            names: Optional[Mapping[int, str]] = None,
+    ) -> None:
         super().__init__()
-        program = compile_trunk(parts.modules)
+        program = compile_trunk(parts.modules, names)
         self.backend = backend
         self._assemble = parts.assemble
         self._cost = ProgramCost(program)
@@ -108,6 +116,35 @@ class Accelerated(nn.Module):
         return self._finish(features, x.dtype), Macs(
             cost.network.dense, per_sample, by_module, cost.network.uncounted)
 
+    @torch.no_grad()
+    def plan(self, image: Optional[torch.Tensor] = None, runs: int = 10) -> ExecutionPlan:
+        """Time the layers of the network on an image; `print` shows the result as a table.
+
+        Args:
+            image: Batch of one image. By default noise of the size of the last call, for which the gates may decide
+                differently than for real images.
+            runs: Number of timed runs.
+
+        Example:
+            >>> print(fast.plan(image))
+        """
+        if not isinstance(self.runner, NativeRunner):
+            raise ValueError(f"plan times the native kernels, but the backend is '{self.backend}'.")
+        if image is None:
+            if self.runner.last_size is None:
+                raise ValueError('the network has not been run yet: pass an image to plan.')
+            image = torch.randn(1, self._cost.in_channels, *self.runner.last_size)
+        check_images(image, self._cost.in_channels)
+        if len(image) != 1:
+            raise ValueError(f'plan times one image, got a batch of {len(image)}.')
+        num_open = torch.empty(1, self._cost.num_gates, dtype=torch.int32)
+        times = self.runner.profile(image, num_open, check_number(runs, 'runs', minimum=1, integer=True))
+        rows = self._cost.by_operation(image.shape[2], image.shape[3], num_open[0].tolist())
+        return ExecutionPlan(
+            [PlannedLayer(name, operation, algorithm, macs, milliseconds)
+             for (name, operation, macs), (algorithm, milliseconds) in zip(rows, times, strict=True)],
+            self.runner.isa, torch.get_num_threads(), tuple(image.shape[1:]))
+
 
 def accelerate(model: nn.Module, backend: str = 'auto', isa: Optional[str] = None) -> nn.Module:
     """Create an evaluation-only copy of a network that computes only open filters.
@@ -135,11 +172,12 @@ def accelerate(model: nn.Module, backend: str = 'auto', isa: Optional[str] = Non
     if isa is not None and backend == 'torch':
         raise ValueError(f"isa is an option of the native backend, got '{isa}' with backend 'torch'.")
 
+    names = {id(module): name for name, module in model.named_modules()}
     parts = find_trunk(model)
     if parts is not None:
-        return Accelerated(parts, backend, isa)
+        return Accelerated(parts, backend, isa, names)
     replacements: Dict[int, nn.Module] = {
-        id(module): Accelerated(part, backend, isa) if isinstance(part, Trunk) else part
+        id(module): Accelerated(part, backend, isa, names) if isinstance(part, Trunk) else part
         for module, part in accelerated_parts(model)}
     if not replacements:
         raise ValueError(

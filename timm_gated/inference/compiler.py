@@ -6,7 +6,7 @@ A module that cannot be compiled raises a `ValueError` with its name.
 """
 from dataclasses import dataclass
 from functools import partial, singledispatch
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -121,13 +121,14 @@ def _(model: nn.Module) -> Trunk:
         f"feature_cls='list'.")
 
 
-def compile_trunk(modules: Iterable[Tuple[nn.Module, bool]]) -> Program:
+def compile_trunk(modules: Iterable[Tuple[nn.Module, bool]], names: Optional[Mapping[int, str]] = None) -> Program:
     """Compile the modules of a trunk.
 
     Args:
         modules: Modules in execution order, each with a flag that says whether its output is returned.
+        names: Names of layers by id, for the plan of an accelerated network.
     """
-    compiler = Compiler()
+    compiler = Compiler(names or {})
     with torch.no_grad():
         for module, is_output in modules:
             compiler.add(module)
@@ -148,9 +149,10 @@ class Compiler:
         current: Map that the next operation reads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[int, str]) -> None:
         self.ops: List[Op] = []
         self.current = _IMAGE
+        self._names = names
         self._num_maps = 7
         self._reuses_maps = True
         self._pending: Optional[ConvOp] = None  # a convolution that a norm and a ReLU may follow
@@ -179,7 +181,7 @@ class Compiler:
         for leaf in _leaves(module):
             if isinstance(leaf, nn.Conv2d):
                 self.flush()
-                self._pending = _conv(leaf, self.current, self.advance())
+                self._pending = self._conv(leaf, self.current, self.advance())
             elif type(leaf) in _NORMS and self._pending is not None and not self._pending.relu:
                 _fold(self._pending, leaf)
             elif type(leaf) is nn.ReLU and self._pending is not None:
@@ -209,7 +211,9 @@ class Compiler:
         names = [name for name in ('conv1', 'conv2', 'conv3') if hasattr(block, name)]
         switches = getattr(block, 'gated_convs', {})
         for gate in dict.fromkeys(gate for name in names for gate in switches.get(name, ()) if gate is not None):
-            self.ops.append(_gate(gate, source, self._number(gate)))
+            op = _gate(gate, source, self._number(gate))
+            op.name = self._names.get(id(gate), '')
+            self.ops.append(op)
         residual = self._add_shortcut(block.downsample, source)
         if _is_block_gated(names, switches):
             self.ops.append(SkipOp(residual, target, self._number(switches[names[0]][1]), len(names)))
@@ -218,7 +222,7 @@ class Compiler:
             raise _unsupported(block, ' because a gate masks its input or its output')
         at = source
         for name, to in zip(names, [*(_INNER1, _INNER2)[:len(names) - 1], target], strict=True):
-            conv = _conv(getattr(block, name), at, to)
+            conv = self._conv(getattr(block, name), at, to)
             _fold(conv, getattr(block, name.replace('conv', 'bn')))
             gate_in, gate_out = switches.get(name, (None, None))
             conv.gate_in = None if gate_in is None else self._number(gate_in)
@@ -235,7 +239,7 @@ class Compiler:
                 self.ops.append(_pool(leaf, source, _POOLED))
                 source = _POOLED
             elif isinstance(leaf, nn.Conv2d) and conv is None:
-                conv = _conv(leaf, source, _SHORTCUT)
+                conv = self._conv(leaf, source, _SHORTCUT)
                 self.ops.append(conv)
                 source = _SHORTCUT
             elif type(leaf) in _NORMS and conv is not None:
@@ -246,6 +250,11 @@ class Compiler:
             else:
                 raise _unsupported(leaf)
         return source
+
+    def _conv(self, module: nn.Conv2d, source: int, target: int) -> ConvOp:
+        op = _conv(module, source, target)
+        op.name = self._names.get(id(module), '')
+        return op
 
     def _number(self, gate: nn.Module) -> int:
         return self._gates.setdefault(id(gate), len(self._gates))

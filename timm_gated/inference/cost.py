@@ -2,14 +2,15 @@
 
 The MAC convention is that of `timm_gated.count_macs`: an accelerated network reports the MACs of the original network.
 """
-from dataclasses import dataclass, replace
-from typing import Any, Dict, List, Optional, Set, Tuple
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 import torch.nn.functional as F
 
 from ..layers import Macs
-from .program import AdaptivePoolOp, ConcatOp, ConvOp, GateOp, Op, PoolOp, Program, SkipOp, SubsampleOp
+from .program import AdaptivePoolOp, ConcatOp, ConvOp, GateOp, Op, OutputOp, PoolOp, Program, SkipOp, SubsampleOp
 
 __all__ = ['Cost', 'ProgramCost']
 
@@ -67,45 +68,94 @@ class ProgramCost:
             self._costs[height, width] = cost
         return cost
 
+    def by_operation(self, height: int, width: int, num_open: Sequence[int]) -> List[Tuple[str, str, int]]:
+        """Return the layer name, a description and the MACs of each operation.
+
+        Args:
+            height: Height of the image.
+            width: Width of the image.
+            num_open: Number of open channels by gate.
+        """
+        rows = []
+        for step in self._walk(height, width):
+            macs = step.macs + step.overhead
+            for gate, channels in step.gates.items():
+                macs = macs // channels * num_open[gate]
+            size = '' if step.shape is None else f' @ {step.shape[1]} x {step.shape[2]}'
+            rows.append((getattr(step.op, 'name', ''), _describe(step.op) + size, macs))
+        return rows
+
     def _count(self, height: int, width: int) -> Cost:
-        shapes = {0: (self.in_channels, height, width)}
-        gates: Dict[int, int] = {}  # number of channels by gate
-        pooled: Set[int] = set()  # maps whose pooling is already counted
-        skipping: List[Optional[int]] = []  # gates of the next convolutions that may be skipped
         dense = fixed = 0
         groups: Dict[Tuple[int, int], int] = {}
-        for op in self._ops:
-            if isinstance(op, GateOp):
-                fixed += op.macs
-                if op.source not in pooled:
-                    channels, height, width = shapes[op.source]
-                    fixed += channels * height * width
-                    pooled.add(op.source)
-                gates[op.gate] = len(op.weight2)
-            elif isinstance(op, SkipOp):
-                skipping = [op.gate] * op.count
-            elif isinstance(op, ConcatOp):
-                channels = sum(shapes[source][0] for source in op.sources)
-                shapes[op.target] = (channels, *shapes[op.sources[0]][1:])
-                pooled.discard(op.target)
-            elif isinstance(op, (ConvOp, PoolOp, AdaptivePoolOp, SubsampleOp)):
-                shapes[op.target] = shape = _shape(op, *shapes[op.source])
-                pooled.discard(op.target)
-                if isinstance(op, ConvOp):
-                    macs = op.weight.numel() * shape[1] * shape[2]
-                    dense += macs
-                    switches = [gate for gate in (op.gate_in, op.gate_out, *skipping[:1]) if gate is not None]
-                    skipping = skipping[1:]
-                    if switches:
-                        assert len(switches) <= 2, 'a block is gated as a unit or per channel, not both'
-                        for gate in switches:
-                            macs //= gates[gate]
-                        group = switches[0], (*switches, self.num_gates)[1]
-                        groups[group] = groups.get(group, 0) + macs
-                    else:
-                        fixed += macs
+        for step in self._walk(height, width):
+            dense += step.macs
+            fixed += step.overhead
+            if step.gates:
+                assert len(step.gates) <= 2, 'a block is gated as a unit or per channel, not both'
+                macs = step.macs
+                for size in step.gates.values():
+                    macs //= size
+                first, second, *_ = (*step.gates, self.num_gates)
+                group = first, second
+                groups[group] = groups.get(group, 0) + macs
+            else:
+                fixed += step.macs
         pairs = torch.tensor(list(groups), dtype=torch.int64).view(-1, 2)
         return Cost(dense, fixed, pairs[:, 0], pairs[:, 1], torch.tensor(list(groups.values()), dtype=torch.int64))
+
+    def _walk(self, height: int, width: int) -> Iterator['_Step']:
+        """Go through the operations for images of one size."""
+        shapes = {0: (self.in_channels, height, width)}
+        sizes: Dict[int, int] = {}  # number of channels by gate
+        pooled: Set[int] = set()  # maps whose pooling is already counted
+        skipping: List[int] = []  # gates of the next convolutions that may be skipped
+        for op in self._ops:
+            step = _Step(op)
+            if isinstance(op, GateOp):
+                step.overhead = op.macs + (0 if op.source in pooled else math.prod(shapes[op.source]))
+                pooled.add(op.source)
+                sizes[op.gate] = len(op.weight2)
+            elif isinstance(op, SkipOp):
+                skipping = [op.gate] * op.count
+            elif not isinstance(op, OutputOp):
+                if isinstance(op, ConcatOp):
+                    step.shape = (sum(shapes[source][0] for source in op.sources), *shapes[op.sources[0]][1:])
+                else:
+                    step.shape = _shape(op, *shapes[op.source])
+                shapes[op.target] = step.shape
+                pooled.discard(op.target)
+                if isinstance(op, ConvOp):
+                    step.macs = op.weight.numel() * step.shape[1] * step.shape[2]
+                    gates = (op.gate_in, op.gate_out, *skipping[:1])
+                    step.gates = {gate: sizes[gate] for gate in gates if gate is not None}
+                    skipping = skipping[1:]
+            yield step
+
+
+@dataclass
+class _Step:
+    """An operation with the shape of its output, its MACs with all gates open, and the sizes of its gates.
+
+    The MACs of gates are overhead.
+    """
+    op: Op
+    shape: Optional[Tuple[int, int, int]] = None
+    macs: int = 0
+    overhead: int = 0
+    gates: Dict[int, int] = field(default_factory=dict)
+
+
+def _describe(op: Op) -> str:
+    if isinstance(op, ConvOp):
+        c_out, c_in, kernel = op.weight.shape[:3]
+        options = [
+            f'stride {op.stride}' if op.stride > 1 else '', f'dilation {op.dilation}' if op.dilation > 1 else '',
+            'gated' if op.gate_in is not None or op.gate_out is not None else '']
+        return ' '.join(filter(None, (f'conv {kernel} x {kernel}, {c_in} to {c_out}', *options)))
+    if isinstance(op, GateOp):
+        return f'gate, {len(op.weight2)} channels'
+    return type(op).__name__.removesuffix('Op').lower()
 
 
 def _without_data(op: Op) -> Op:

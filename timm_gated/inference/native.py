@@ -30,13 +30,22 @@ __all__ = ['NativeRunner', 'instruction_sets', 'why_not']
 _MAX_PLANS = 4  # image sizes to keep memory for, most recently used
 _MAX_PIXELS = 2 ** 26  # per image (csrc/plan.c)
 _VERSION = 4  # must equal tg_version()
+
+
+class _ConvSpec(ctypes.Structure):
+    """`conv_spec_t` (csrc/network.h)."""
+    _fields_ = [(name, c_int) for name in (
+        'source', 'target', 'residual', 'gate_in', 'gate_out', 'c_in', 'c_out', 'kernel', 'stride', 'dilation',
+        'padding', 'relu')]
+
+
 _SIGNATURES: Dict[str, Tuple[Any, List[Any]]] = {
     'tg_version': (c_int, []),
     'tg_error': (c_char_p, []),
     'tg_isa': (c_char_p, [c_int]),
     'tg_network_new': (c_void_p, [c_char_p, c_int, c_int, c_int]),
     'tg_network_free': (None, [c_void_p]),
-    'tg_add_conv': (c_int, [c_void_p, *[c_int] * 12, c_void_p, c_void_p]),
+    'tg_add_conv': (c_int, [c_void_p, POINTER(_ConvSpec), c_void_p, c_void_p]),
     'tg_add_gate': (c_int, [c_void_p, *[c_int] * 5, *[c_void_p] * 4]),
     'tg_add_pool': (c_int, [c_void_p, *[c_int] * 7]),
     'tg_add_adaptive_pool': (c_int, [c_void_p, *[c_int] * 3]),
@@ -47,10 +56,11 @@ _SIGNATURES: Dict[str, Tuple[Any, List[Any]]] = {
     'tg_transformed_bytes': (c_size_t, [c_void_p]),
     'tg_plan_new': (c_void_p, [c_void_p, c_int, c_int]),
     'tg_plan_free': (None, [c_void_p]),
+    'tg_plan_algorithm': (c_char_p, [c_void_p, c_int]),
     'tg_plan_output': (c_int, [c_void_p, c_int, POINTER(c_int)]),
     'tg_workspace_new': (c_void_p, [c_void_p, c_int, c_int]),
     'tg_workspace_free': (None, [c_void_p]),
-    'tg_run': (c_int, [c_void_p, c_void_p, c_int64, POINTER(c_void_p), c_int, c_void_p]),
+    'tg_run': (c_int, [c_void_p, c_void_p, c_int64, POINTER(c_void_p), c_int, c_void_p, c_void_p]),
 }
 
 
@@ -126,7 +136,13 @@ class _Plan:
             self.outputs.append(tuple(size))
         self._idle: Dict[int, List[Tuple[int, _Handle]]] = {}  # by number of threads: samples at a time, memory
 
-    def run(self, images: torch.Tensor, threads: int, num_open: Optional[torch.Tensor]) -> List[torch.Tensor]:
+    def run(
+            self,
+            images: torch.Tensor,
+            threads: int,
+            num_open: Optional[torch.Tensor],
+            milliseconds: Optional[torch.Tensor] = None,
+    ) -> List[torch.Tensor]:
         library = _get()
         count = images.shape[0]
         if count == 0:
@@ -145,7 +161,7 @@ class _Plan:
         pointers = (c_void_p * len(results))(*(result.data_ptr() for result in results))
         status = library.tg_run(
             workspace.pointer, images.data_ptr(), count, pointers, len(results),
-            None if num_open is None else num_open.data_ptr())
+            *(None if tensor is None else tensor.data_ptr() for tensor in (num_open, milliseconds)))
         idle.append((samples, workspace))
         _check(None, status != 0)
         return results
@@ -175,6 +191,7 @@ class NativeRunner:
         for op in program.ops:
             _check(None, self._add(op) != 0)
             self._note_channels(op)
+        self._num_native = [len(op.sources) if isinstance(op, ConcatOp) else 1 for op in program.ops]  # per operation
 
     @property
     def transformed_bytes(self) -> int:
@@ -190,9 +207,10 @@ class NativeRunner:
         if isinstance(op, ConvOp):
             c_out, c_in, kernel = op.weight.shape[:3]
             weight, bias = _floats(op.weight), _floats(op.bias)
-            return library.tg_add_conv(
-                network, op.source, op.target, number(op.residual), number(op.gate_in), number(op.gate_out),
-                c_in, c_out, kernel, op.stride, op.dilation, op.padding, op.relu, weight.data_ptr(), bias.data_ptr())
+            spec = _ConvSpec(
+                op.source, op.target, number(op.residual), number(op.gate_in), number(op.gate_out), c_in, c_out, kernel,
+                op.stride, op.dilation, op.padding, op.relu)
+            return library.tg_add_conv(network, spec, weight.data_ptr(), bias.data_ptr())
         if isinstance(op, GateOp):
             (hidden, c_in), size = op.weight1.shape, len(op.weight2)
             tensors = [_floats(tensor) for tensor in (op.weight1, op.bias1, op.weight2, op.bias2)]
@@ -258,6 +276,33 @@ class NativeRunner:
         images = _floats(images)
         results = self._plan(height, width).run(images, torch.get_num_threads(), num_open)
         return [result.to(dtype) for result in results]
+
+    @property
+    def last_size(self) -> Optional[Tuple[int, int]]:
+        """Height and width of the images of the last call."""
+        return next(reversed(self._plans), None)
+
+    def profile(self, image: torch.Tensor, num_open: torch.Tensor, runs: int) -> List[Tuple[str, float]]:
+        """Time the operations of the program.
+
+        Args:
+            image: Batch of one image.
+            num_open: Output tensor for the number of open channels per gate, [1, gates], int32.
+            runs: Number of runs after a first one.
+
+        Returns:
+            Algorithm of each operation, empty if it is not a convolution, and its median time in milliseconds.
+        """
+        self(image, num_open)
+        plan = self._plan(*image.shape[2:])
+        times = torch.zeros(runs, sum(self._num_native), dtype=torch.float64)
+        for row in times:
+            plan.run(_floats(image), torch.get_num_threads(), num_open, row)
+        medians = [part.sum() for part in times.median(0).values.split(self._num_native)]
+        algorithms = [
+            _get().tg_plan_algorithm(plan.handle.pointer, index) or b'' for index in range(times.shape[1])]
+        first = [sum(self._num_native[:index]) for index in range(len(self._num_native))]
+        return [(algorithms[at].decode(), float(ms)) for at, ms in zip(first, medians, strict=True)]
 
     def _plan(self, height: int, width: int) -> _Plan:
         with self._lock:

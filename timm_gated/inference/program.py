@@ -35,6 +35,7 @@ class ConvOp:
     residual: Optional[int] = None
     gate_in: Optional[int] = None
     gate_out: Optional[int] = None
+    name: str = ''
 
 
 @dataclass
@@ -50,6 +51,7 @@ class GateOp:
     weight2: torch.Tensor
     bias2: torch.Tensor
     macs: int = 0
+    name: str = ''
 
 
 @dataclass
