@@ -6,7 +6,17 @@ import torch
 from hypothesis import strategies as st
 from strategies import seeds
 
-from timm_gated.inference.program import ConvOp, GateOp, Op, OutputOp, PoolOp, SkipOp, SubsampleOp
+from timm_gated.inference.program import (
+    AdaptivePoolOp,
+    ConcatOp,
+    ConvOp,
+    GateOp,
+    Op,
+    OutputOp,
+    PoolOp,
+    SkipOp,
+    SubsampleOp,
+)
 
 __all__ = ['programs']
 
@@ -126,6 +136,18 @@ class Author:
             self.draw(st.booleans())))
         self.write(target, self.known(source).channels)
 
+    def adaptive_pool(self) -> None:
+        source = self.source(self.plain_maps())
+        target = self.target(source)
+        self.ops.append(AdaptivePoolOp(source, target, self.mostly(st.integers(1, 6))))
+        self.write(target, self.known(source).channels)
+
+    def concat(self) -> None:
+        sources = tuple(self.source(self.plain_maps()) for _ in range(self.draw(st.integers(1, 2))))
+        target = self.target(*sources)
+        self.ops.append(ConcatOp(sources, target, self.draw(st.booleans())))
+        self.write(target, sum(self.known(source).channels for source in sources), self.known(sources[0]).size)
+
     def subsample(self) -> None:
         source = self.source(self.plain_maps())
         target = self.target(source)
@@ -154,7 +176,7 @@ class Author:
     def operation(self) -> None:
         operations = [self.conv, self.conv, self.conv, self.conv_with_shortcut]
         if self.newest() in self.plain_maps():  # otherwise only a convolution can read it
-            operations += [self.pool, self.subsample, *[self.gate] * (NUM_GATES - len(self.gates))]
+            operations += [self.pool, self.adaptive_pool, self.concat, self.subsample, *[self.gate] * (NUM_GATES - len(self.gates))]
             operations += [self.skip] * (3 if self.gates_of(1) else 0)
         self.draw(st.sampled_from(operations))()
 

@@ -12,7 +12,17 @@ from strategies import decisions, examples, seeds
 
 from timm_gated import instruction_sets
 from timm_gated.inference.native import NativeRunner
-from timm_gated.inference.program import ConvOp, GateOp, OutputOp, PoolOp, Program, SkipOp, SubsampleOp
+from timm_gated.inference.program import (
+    AdaptivePoolOp,
+    ConcatOp,
+    ConvOp,
+    GateOp,
+    OutputOp,
+    PoolOp,
+    Program,
+    SkipOp,
+    SubsampleOp,
+)
 from timm_gated.inference.sliced import SlicedRunner
 
 sizes = st.integers(1, 40)
@@ -58,6 +68,37 @@ def run_everywhere(program: Program, x: torch.Tensor, expected: torch.Tensor, th
         torch.testing.assert_close(
             actual / scale, expected / scale, atol=2e-5, rtol=0, equal_nan=True,
             msg=lambda text, runner=runner: f'{getattr(runner, "isa", "torch")}: {text}')
+
+
+@examples(60)
+@given(height=sizes, width=sizes, dilation=st.integers(1, 9), relu=st.booleans(), seed=seeds, count=st.integers(1, 3),
+       threads=st.sampled_from([1, 1, 2]))
+def test_dilated_convolutions(height, width, dilation, relu, seed, count, threads):
+    """Convolutions that keep the size of the map, which Winograd's algorithm computes by phases."""
+    torch.manual_seed(seed)
+    x, weight, bias = torch.randn(count, 7, height, width), torch.randn(9, 7, 3, 3) / 8, torch.randn(9)
+    shortcut, shortcut_bias = torch.randn(9, 7, 1, 1), torch.randn(9)
+    program = Program(7, [
+        ConvOp(0, 1, shortcut, shortcut_bias),
+        ConvOp(0, 2, weight, bias, 1, dilation, dilation, relu=relu, residual=1), OutputOp(2)], num_maps=3)
+    expected = F.conv2d(x, weight, bias, padding=dilation, dilation=dilation) + F.conv2d(x, shortcut, shortcut_bias)
+    run_everywhere(program, x, expected.relu() if relu else expected, threads)
+
+
+@examples(60)
+@given(height=sizes, width=sizes, bins=st.lists(st.integers(1, 8), min_size=1, max_size=4), align=st.booleans(),
+       seed=seeds, threads=st.sampled_from([1, 1, 2]))
+def test_pyramid_pooling(height, width, bins, align, seed, threads):
+    """Maps pooled to bins, resized to the size of the first and concatenated, as in a PSP head."""
+    torch.manual_seed(seed)
+    x = torch.randn(2, 5, height, width)
+    pooled = [F.adaptive_avg_pool2d(x, size) for size in bins]
+    resized = [F.interpolate(y, (height, width), mode='bilinear', align_corners=align) for y in pooled]
+    maps = tuple(range(1, len(bins) + 1))
+    program = Program(5, [
+        *(AdaptivePoolOp(0, number, size) for number, size in zip(maps, bins, strict=True)),
+        ConcatOp((0, *maps), len(bins) + 1, align), OutputOp(len(bins) + 1)], num_maps=len(bins) + 2)
+    run_everywhere(program, x, torch.cat([x, *resized], dim=1), threads)
 
 
 @examples(120)
@@ -196,6 +237,12 @@ UNSAFE = [
     ([conv(0, 1, padding=-1)], 'padding must be an integer between 0 and 1048576, got -1'),
     ([PoolOp(0, 1, False, 2, 1, 2, False)], 'PoolOp: padding must be an integer between 0 and 1, got 2'),
     ([PoolOp(0, 1, False, 2, 1, 2**30, False)], 'padding .* got 1073741824'),
+    ([AdaptivePoolOp(0, 1, 0)], 'AdaptivePoolOp: bins must be an integer between 1 and 64, got 0'),
+    ([AdaptivePoolOp(1, 2, 3)], 'source 1 is read before it is written'),
+    ([ConcatOp((0, 1), 2), OutputOp(2)], 'ConcatOp: source 1 is read before it is written'),
+    ([conv(0, 1), ConcatOp((0, 1), 1)], 'target 1 is also read'),
+    ([SubsampleOp(0, 1, 1, 2**20 - 3, 0), ConcatOp((1, 0), 2), OutputOp(2)], 'number of output channels .* 1048579'),
+    ([gate(3), conv(0, 1, gate_out=0), ConcatOp((0, 1), 2)], 'is read under gate None, but was written under gate 0'),
     ([SubsampleOp(0, 1, 0, 0, 0)], 'SubsampleOp: stride must be an integer between 1 and 64, got 0'),
     ([SubsampleOp(0, 1, 1, 2**20 - 2, 0), OutputOp(1)], 'number of output channels .* got 1048577'),
     # The sum of the channels would overflow
@@ -229,6 +276,7 @@ INVALID = [
     ([GateOp(0, 0, torch.zeros(4, 3), torch.zeros(4), torch.zeros(3, 5), torch.zeros(3))],
      r'weight2 must have the shape \(3, 4\), got \(3, 5\)'),
     ([gate(1), SkipOp(0, 1, 0, 1), conv(0, 1, residual=0)], 'relu=False'),
+    ([ConcatOp((), 1)], r'sources must be a tuple of one or more maps, got \(\)'),
     (['conv'], 'operation 0, str: unknown operation'),
 ]
 

@@ -8,6 +8,7 @@
 #include "network.h"
 
 #define MAX_WINOGRAD_DILATION 64 /* limits the number of phases */
+#define MAX_OFFSET (1 << 30)     /* in the padded planes of the phases, so that offsets fit into 31 bits */
 #define MAX_PIXELS \
     ((ptrdiff_t)1 << 26) /* per map, so that padded offsets fit into 31 bits; also in inference/native.py */
 /* Like CACHED_FLOATS, for transformed maps. Larger, as larger blocks read the weights less often. */
@@ -187,7 +188,8 @@ static int best_tile_size(const kernels_t *kernels, const op_t *op, const shape_
         tiling_t tiling;
         tile(kernels, size, op->dilation, out, &tiling);
         double cost = tiling.points * (transforms * tiling.vectors * kernels->lanes + fetch);
-        if (cost < least) {
+        double padded = (double)op->dilation * op->dilation * tiling.phase_rows * tiling.pitch;
+        if (cost < least && padded < MAX_OFFSET) {
             least = cost;
             best = size;
         }

@@ -5,7 +5,7 @@ filters and read them from weights that are packed once.
 """
 import ctypes
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -187,7 +187,7 @@ class NativeRunner:
         self._in_channels = program.in_channels
         self._plans: OrderedDict[Tuple[int, int], _Plan] = OrderedDict()
         self._lock = threading.Lock()
-        self._channels: Dict[int, int] = {0: program.in_channels}  # by map
+        self._channels = Counter({0: program.in_channels})  # by map
         for op in program.ops:
             _check(None, self._add(op) != 0)
             self._note_channels(op)
