@@ -176,7 +176,8 @@ class Author:
     def operation(self) -> None:
         operations = [self.conv, self.conv, self.conv, self.conv_with_shortcut]
         if self.newest() in self.plain_maps():  # otherwise only a convolution can read it
-            operations += [self.pool, self.adaptive_pool, self.concat, self.subsample, *[self.gate] * (NUM_GATES - len(self.gates))]
+            operations += [self.pool, self.adaptive_pool, self.concat, self.subsample]
+            operations += [self.gate] * (NUM_GATES - len(self.gates))
             operations += [self.skip] * (3 if self.gates_of(1) else 0)
         self.draw(st.sampled_from(operations))()
 
