@@ -23,19 +23,15 @@ INLINE int even_part(int count, int limit) {
 
 INLINE int divide_up(int value, int divisor) { return (value + divisor - 1) / divisor; }
 
-/* out[m][n] = sum over j < channels, t < taps of
- *     rows[m][row_offset + columns[j] + t * tap_stride] * x[j][tap_offsets[t] + n]
- * with optional bias[m], residual[m][n] and ReLU. x, out and residual are planes (rows one after another) or panels (the
- * same vector of all rows, then the next vector), depending on the strides. Taps need planes. */
+/* out[m][n] = sum over j < depth of rows[m][row_offset + columns[j]] * x[j][n], with optional bias[m], residual[m][n] and
+ * ReLU. x, out and residual are planes (rows one after another) or panels (the same vector of all rows, then the next
+ * vector), depending on the strides. */
 typedef struct {
     const float *const *rows;
     ptrdiff_t row_offset;
-    ptrdiff_t then; /* row_offset of the next product, to prefetch its weights */
+    ptrdiff_t then; /* row_offset of the next product, for prefetching its weights */
     const ptrdiff_t *columns;
-    int channels;
-    int taps;
-    ptrdiff_t tap_stride;
-    const ptrdiff_t *tap_offsets;
+    int depth;
     const float *x;
     ptrdiff_t x_row, x_vector;
     float *out;
@@ -74,6 +70,11 @@ typedef struct {
     void (*product)(const product_t *product, int begin, int end, int vectors);
     /* Copy `rows` planes, `stride` floats apart, into panels. */
     void (*pack)(const float *x, ptrdiff_t stride, int rows, int vectors, float *panels);
+    /* Copy pixels [first, first + count) of a convolution's taps, `offsets` into planes of a given pitch, into panels that
+     * are `panel` floats apart. `line` is scratch memory for the pixels and MAX_LANES more. */
+    void (*pack_taps)(
+        const float *x, const ptrdiff_t *offsets, int taps, int pitch, int width, int first, int count, float *line,
+        float *panels, ptrdiff_t panel);
     /* Transform vectors [begin, end) of the tiles of a padded plane into v. */
     void (*transform_input)(
         const tiling_t *tiling, const float *padded, int begin, int end, float *v, ptrdiff_t vector_stride,
@@ -82,14 +83,12 @@ typedef struct {
     void (*transform_output)(
         const tiling_t *tiling, const float *m, ptrdiff_t vector_stride, ptrdiff_t point_stride, int begin, int end,
         float *out, const float *residual, float bias, int relu);
+    /* Copy every stride-th value: out[j] = x[j * stride]. */
+    void (*subsample)(const float *x, int stride, float *out, int count);
     /* Elementwise maximum of two rows. Propagates NaN, like torch. */
     void (*maximum)(float *x, const float *y, int count);
     /* Maximum of windows along a row: out[j] = max of x[j * stride + t], t < window. May read MAX_LANES floats beyond. */
     void (*max_windows)(const float *x, int window, int stride, float *out, int count);
-    /* Copy a plane of a given pitch into a compact one, with bias, residual and ReLU. */
-    void (*finish)(
-        const float *from, ptrdiff_t pitch, float *out, const float *residual, int height, int width, float bias,
-        int relu);
     double (*sum)(const float *x, ptrdiff_t count);
 } kernels_t;
 

@@ -129,7 +129,7 @@ static int out_of_range(int value, int low) { return value < low || value > MAX_
 API int tg_add_conv(network_t *network, const conv_spec_t *spec, const float *weight, const float *bias) {
     if (out_of_range(spec->c_in, 1) || out_of_range(spec->c_out, 1) || out_of_range(spec->dilation, 1)
         || out_of_range(spec->padding, 0) || spec->kernel < 1 || spec->kernel > 64 || spec->stride < 1
-        || spec->stride > 64 || !weight || !bias)
+        || spec->stride > 64 || (int64_t)spec->c_in * spec->kernel * spec->kernel > MAX_DEPTH || !weight || !bias)
         return fail(
             "invalid convolution: %d to %d channels, kernel %d, stride %d, dilation %d, padding %d", spec->c_in,
             spec->c_out, spec->kernel, spec->stride, spec->dilation, spec->padding);

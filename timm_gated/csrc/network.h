@@ -11,21 +11,16 @@
 #define API __attribute__((visibility("default")))
 #endif
 
-/* Floats of the maps that a step works on at a time, to stay in the L2 cache, and the least number of vectors: each part
- * reads the weights again. */
-#define CACHED_FLOATS (1 << 16)
-#define MIN_VECTORS 12
+/* A convolution works on at most so many vectors of pixels at a time. It packs as many input channels at a time as fit
+ * into the L2 cache with the weights, and adds up the products. */
+#define CHUNK_VECTORS 24
+#define PACKED_FLOATS (1 << 16)
 
 /* Columns that the windows of a pooled row of so many outputs read. */
 #define pooled_columns(op, width) (((width) - 1) * (op)->stride + (op)->kernel)
 
-/* Vectors of a map of so many channels to work on at a time. */
-INLINE int cached_vectors(int channels, int lanes, int64_t vectors) {
-    int limit = CACHED_FLOATS / ((channels + 1) * lanes);
-    return even_part((int)vectors, limit < MIN_VECTORS ? MIN_VECTORS : limit);
-}
-
-#define MAX_SIZE (1 << 20) /* of channels, maps, gates, dilation and padding; also in inference/program.py */
+#define MAX_DEPTH (1 << 28) /* channels times taps of a convolution */
+#define MAX_SIZE (1 << 20)  /* of channels, maps, gates, dilation and padding; also in inference/program.py */
 
 /* Sizes of memory, in bytes or floats, saturate at this value, and allocations of it fail. */
 #define MAX_MEMORY ((size_t)1 << 40)
@@ -105,10 +100,10 @@ typedef enum { POINTWISE, DIRECT, WINOGRAD } algorithm_t;
 typedef struct {
     shape_t in, out;
     algorithm_t algorithm;
-    /* Direct: the padded input is split into stride x stride phases, so that every tap reads contiguous pixels. Rows of
-     * phases and of sums are `pitch` wide; the extra columns of the sums are dropped. */
-    int phases; /* per dimension, only those that a tap reads */
-    int pitch, phase_rows, chunk_rows;
+    /* Direct: the padded input is split into stride * stride phases, so that every tap reads contiguous pixels. The rows
+     * of phases are `pitch` wide. */
+    int phases; /* per dimension, those that some tap reads */
+    int pitch, phase_rows;
     ptrdiff_t phase_plane;
     ptrdiff_t *tap_offsets;
     /* Winograd: `block` vectors of tiles are processed together. */
@@ -127,6 +122,7 @@ typedef struct {
     size_t scratch_floats; /* shared by the threads of a sample */
     size_t thread_floats;  /* scratch per thread */
     int max_channels, max_hidden;
+    int max_depth; /* input channels times taps of a convolution */
 } plan_t;
 
 /* Memory to run a plan: maps per sample, scratch per thread. */

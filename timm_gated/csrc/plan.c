@@ -116,12 +116,11 @@ static int transform_weights(network_t *network, op_t *op, int size) {
     return 0;
 }
 
-/* Scratch memory for a packed part of the input, see cached_vectors. */
-static void plan_pointwise(plan_t *plan, const op_t *op, const step_t *step) {
-    int lanes = plan->network->kernels->lanes;
-    int vectors = divide_up(step->out.height * step->out.width, lanes);
-    size_t cached = CACHED_FLOATS, least = (size_t)min(vectors, MIN_VECTORS) * lanes * op->c_in;
-    at_least(&plan->thread_floats, least > cached ? least : cached);
+/* Scratch memory for a packed part of the input, and for one line of it. */
+static void plan_packing(plan_t *plan, const op_t *op) {
+    size_t pixels = (size_t)CHUNK_VECTORS * plan->network->kernels->lanes, taps = (size_t)op->kernel * op->kernel;
+    size_t packed = times(pixels, taps);
+    at_least(&plan->thread_floats, (packed > PACKED_FLOATS ? packed : PACKED_FLOATS) + pixels + MAX_LANES);
 }
 
 static int plan_direct(plan_t *plan, const op_t *op, step_t *step) {
@@ -140,15 +139,9 @@ static int plan_direct(plan_t *plan, const op_t *op, step_t *step) {
             step->tap_offsets[y * op->kernel + x] = phase * step->phase_plane
                 + (ptrdiff_t)(y * op->dilation / stride) * step->pitch + x * op->dilation / stride;
         }
-    if (op->kernel == 1) {
-        plan_pointwise(plan, op, step);
-    }
-    int chunk = min(max(CACHED_FLOATS / op->c_in, 256), 2048);
-    step->chunk_rows = max(1, min(step->out.height, chunk / step->pitch));
+    plan_packing(plan, op);
     size_t planes = (size_t)op->c_in * step->phases * step->phases;
-    size_t sums = (size_t)round_up((ptrdiff_t)step->chunk_rows * step->pitch, MAX_LANES);
     at_least(&plan->scratch_floats, times(planes, (size_t)step->phase_plane));
-    at_least(&plan->thread_floats, times(plan->network->kernels->row_block, sums));
     return 0;
 }
 
@@ -198,9 +191,10 @@ static int best_tile_size(const kernels_t *kernels, const op_t *op, const shape_
 }
 
 static int plan_conv(plan_t *plan, op_t *op, step_t *step) {
+    plan->max_depth = max(plan->max_depth, op->c_in * op->kernel * op->kernel);
     if (op->kernel == 1 && op->stride == 1 && op->padding == 0) {
         step->algorithm = POINTWISE;
-        plan_pointwise(plan, op, step);
+        plan_packing(plan, op);
         return 0;
     }
     int size = best_tile_size(plan->network->kernels, op, &step->out);
@@ -429,7 +423,7 @@ static size_t lay_out(workspace_t *workspace, char *memory) {
         thread.bias = take(memory, &used, channels, sizeof *thread.bias);
         thread.logits = take(memory, &used, channels + (size_t)plan->max_hidden, sizeof *thread.logits);
         thread.rows = take(memory, &used, channels, sizeof *thread.rows);
-        thread.columns = take(memory, &used, channels, sizeof *thread.columns);
+        thread.columns = take(memory, &used, (size_t)plan->max_depth, sizeof *thread.columns);
         if (memory)
             threads[t] = thread;
     }

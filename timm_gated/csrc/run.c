@@ -38,7 +38,7 @@ static void meet(const context_t *context) {
 typedef struct {
     const op_t *op;
     const step_t *step;
-    int n_in, n_out;
+    int n_in, n_out, taps;
     float *in, *out;
     const float *residual;
     product_t product;
@@ -67,53 +67,78 @@ static conv_t prepare(context_t *context, const op_t *op, const step_t *step, al
         own->rows[m] = weight + row_offset(&packed, k);
         own->bias[m] = op->bias[k];
     }
+    ptrdiff_t *column = own->columns;
     for (int j = 0; j < conv.n_in; j++)
-        own->columns[j] = (open_in ? open_in[j] : j) * packed.column;
+        for (int t = 0; t < taps; t++)
+            *column++ = (open_in ? open_in[j] : j) * packed.column + t * packed.tap;
+    conv.taps = taps;
     conv.product = (product_t){
         .rows = own->rows,
         .columns = own->columns,
-        .channels = conv.n_in,
-        .taps = taps,
-        .tap_stride = packed.tap,
+        .depth = conv.n_in * taps,
         .bias = own->bias,
         .relu = op->relu,
     };
     return conv;
 }
 
-static void run_pointwise(context_t *context, const conv_t *conv, const float *x, ptrdiff_t x_plane) {
-    static const ptrdiff_t no_offset[1] = {0};
+/* Run a convolution on packed parts of its input.
+ *
+ * Planes are on different pages of memory. Packed, they are read contiguously by every block of rows. x has the planes of
+ * the input, or its phases, `x_channel` floats apart. */
+static void run_packed(context_t *context, const conv_t *conv, const float *x, ptrdiff_t x_channel) {
     const kernels_t *kernels = context->plan->network->kernels;
-    const shape_t *out = &conv->step->out;
+    const step_t *step = conv->step;
+    const int lanes = kernels->lanes, pixels = step->out.height * step->out.width, vectors = divide_up(pixels, lanes);
     product_t product = conv->product;
-    product.taps = 1;
-    product.tap_offsets = no_offset;
-    product.x = context->own->plane;
-    product.x_row = kernels->lanes;
-    product.x_vector = (ptrdiff_t)conv->n_in * kernels->lanes;
-    product.out_row = out->plane;
-    product.out_vector = kernels->lanes;
-    int vectors = divide_up(out->height * out->width, kernels->lanes);
+    product.x_row = lanes;
+    product.out_row = step->out.plane;
+    product.out_vector = lanes;
     /* Large maps are split by pixels. Small ones, where weights dominate, by rows. */
     int by_pixels = vectors >= 16 * context->threads;
-    range_t pixels = by_pixels ? part(context, vectors) : (range_t){0, vectors};
+    range_t own = by_pixels ? part(context, vectors) : (range_t){0, vectors};
     range_t rows = by_pixels ? (range_t){0, conv->n_out} : part(context, conv->n_out);
-    if (pixels.begin == pixels.end || rows.begin == rows.end)
+    if (own.begin == own.end || rows.begin == rows.end)
         return;
-    /* Planes are on different pages of memory. Packed, they are read contiguously by every block of rows. */
-    int chunk = cached_vectors(conv->n_in, kernels->lanes, pixels.end - pixels.begin);
-    for (ptrdiff_t v = pixels.begin; v < pixels.end; v += chunk) {
-        ptrdiff_t at = v * kernels->lanes;
-        product.out = conv->out + at;
-        product.residual = conv->residual ? conv->residual + at : NULL;
-        int vectors_here = v + chunk < pixels.end ? chunk : (int)(pixels.end - v);
-        kernels->pack(x + at, x_plane, conv->n_in, vectors_here, context->own->plane);
-        kernels->product(&product, (int)rows.begin, (int)rows.end, vectors_here);
+    int chunk = even_part((int)(own.end - own.begin), CHUNK_VECTORS);
+    int most = PACKED_FLOATS / (chunk * lanes * conv->taps), block = conv->n_in;
+    if (block > most)
+        block = even_part(block, most > 1 ? most : 1);
+    float *panels = context->own->plane;
+    float *line = panels + (ptrdiff_t)chunk * lanes * conv->taps * (block > 1 ? block : 1);
+    for (int v = (int)own.begin; v < own.end; v += chunk) {
+        int count = v + chunk < own.end ? chunk : (int)own.end - v, first = v * lanes;
+        int end = (v + count) * lanes < pixels ? (v + count) * lanes : pixels;
+        product.out = conv->out + first;
+        product.residual = conv->residual ? conv->residual + first : NULL;
+        product.bias = conv->product.bias;
+        for (int channel = 0, channels; channel == 0 || channel < conv->n_in; channel += channels) {
+            channels = conv->n_in - channel < block ? conv->n_in - channel : block;
+            product.depth = channels * conv->taps;
+            product.columns = conv->product.columns + (ptrdiff_t)channel * conv->taps;
+            product.x = panels;
+            product.x_vector = (ptrdiff_t)product.depth * lanes;
+            product.relu = channel + channels == conv->n_in && conv->product.relu;
+            const float *from = x + channel * x_channel;
+            if (conv->taps == 1)
+                kernels->pack(from + first, x_channel, channels, count, panels);
+            else
+                for (int j = 0; j < channels; j++)
+                    kernels->pack_taps(
+                        from + j * x_channel, step->tap_offsets, conv->taps, step->pitch, step->out.width, first,
+                        end - first, line, panels + (ptrdiff_t)j * conv->taps * lanes, product.x_vector);
+            kernels->product(&product, (int)rows.begin, (int)rows.end, count);
+            if (!conv->n_in)
+                break;
+            product.residual = product.out; /* add further channels to the sums so far */
+            product.bias = NULL;
+        }
     }
 }
 
 /* Copy one phase of a padded plane: every stride-th pixel, starting at (y, x). */
-static void split_phase(const op_t *op, const step_t *step, const float *plane, int y, int x, float *out) {
+static void split_phase(
+    const kernels_t *kernels, const op_t *op, const step_t *step, const float *plane, int y, int x, float *out) {
     const shape_t *in = &step->in;
     int stride = op->stride, first = x - op->padding;
     int begin = first < 0 ? divide_up(-first, stride) : 0;
@@ -131,14 +156,12 @@ static void split_phase(const op_t *op, const step_t *step, const float *plane, 
         if (stride == 1)
             memcpy(out + begin, from + begin, (size_t)(end - begin) * sizeof *out);
         else
-            for (int j = begin; j < end; j++)
-                out[j] = from[(ptrdiff_t)j * stride];
+            kernels->subsample(from + (ptrdiff_t)begin * stride, stride, out + begin, end - begin);
         memset(out + end, 0, (size_t)(step->pitch - end) * sizeof *out);
     }
 }
 
 static void run_direct(context_t *context, conv_t *conv) {
-    const kernels_t *kernels = context->plan->network->kernels;
     const op_t *op = conv->op;
     const step_t *step = conv->step;
     float *split = context->sample->scratch, *phase;
@@ -149,40 +172,11 @@ static void run_direct(context_t *context, conv_t *conv) {
         for (int y = 0; y < step->phases; y++)
             for (int x = 0; x < step->phases; x++, phase += step->phase_plane)
                 split_phase(
-                    op, step, conv->in + j * step->in.plane, y * op->dilation % op->stride,
-                    x * op->dilation % op->stride, phase);
+                    context->plan->network->kernels, op, step, conv->in + j * step->in.plane,
+                    y * op->dilation % op->stride, x * op->dilation % op->stride, phase);
     }
     meet(context);
-    if (op->kernel == 1) {
-        run_pointwise(context, conv, split, channel);
-        return;
-    }
-    product_t product = conv->product;
-    product.tap_offsets = step->tap_offsets;
-    product.x_row = channel;
-    product.x_vector = product.out_vector = kernels->lanes;
-    product.out = context->own->plane;
-    product.bias = NULL;
-    product.relu = 0;
-    int groups = divide_up(conv->n_out, kernels->row_block), chunks = divide_up(step->out.height, step->chunk_rows);
-    range_t items = part(context, (int64_t)groups * chunks);
-    for (int64_t item = items.begin; item < items.end; item++) {
-        int group = (int)(item % groups), y = (int)(item / groups) * step->chunk_rows;
-        int begin = (int)((int64_t)conv->n_out * group / groups),
-            end = (int)((int64_t)conv->n_out * (group + 1) / groups);
-        int height = step->out.height - y < step->chunk_rows ? step->out.height - y : step->chunk_rows;
-        int vectors = divide_up(height * step->pitch, kernels->lanes);
-        product.rows = context->own->rows + begin;
-        product.x = split + (ptrdiff_t)y * step->pitch;
-        product.out_row = (ptrdiff_t)vectors * kernels->lanes;
-        kernels->product(&product, 0, end - begin, vectors);
-        for (int m = begin; m < end; m++) {
-            ptrdiff_t at = m * step->out.plane + (ptrdiff_t)y * step->out.width;
-            kernels->finish(
-                product.out + (m - begin) * product.out_row, step->pitch, conv->out + at,
-                conv->residual ? conv->residual + at : NULL, height, step->out.width, context->own->bias[m], op->relu);
-        }
-    }
+    run_packed(context, conv, split, channel);
 }
 
 /* Copy rows [begin, end) of the phases of a plane, each with a border of one pixel. */
@@ -229,12 +223,10 @@ static void run_winograd(context_t *context, conv_t *conv) {
     const kernels_t *kernels = context->plan->network->kernels;
     const step_t *step = conv->step;
     const tiling_t *tiling = &step->tiling;
-    static const ptrdiff_t no_offset[1] = {0};
     float *v = context->sample->scratch, *m = v + tiling->points * step->v_point;
     float *padded = context->own->plane;
     ptrdiff_t point = packing(conv->op, 1).point;
     product_t product = conv->product;
-    product.tap_offsets = no_offset;
     product.bias = NULL;
     product.relu = 0;
     ptrdiff_t v_vector = (ptrdiff_t)conv->n_in * kernels->lanes, m_vector = (ptrdiff_t)conv->n_out * kernels->lanes;
@@ -297,7 +289,7 @@ static void run_conv(context_t *context, const op_t *op, const step_t *step) {
     else if (algorithm == DIRECT)
         run_direct(context, &conv);
     else
-        run_pointwise(context, &conv, conv.in, step->in.plane);
+        run_packed(context, &conv, conv.in, step->in.plane);
 }
 
 /* Compute row i of a max-pooled plane: reduce the columns of the window, then the row. */
@@ -433,9 +425,9 @@ static void run_subsample(context_t *context, const op_t *op, const step_t *step
             continue;
         }
         const float *x = context->sample->buffers[op->in] + from * in->plane;
-        for (int i = 0; i < out->height; i++)
-            for (int j = 0; j < out->width; j++)
-                *y++ = x[((ptrdiff_t)i * in->width + j) * op->stride];
+        for (int i = 0; i < out->height; i++, y += out->width)
+            context->plan->network->kernels->subsample(
+                x + (ptrdiff_t)i * op->stride * in->width, op->stride, y, out->width);
     }
 }
 
