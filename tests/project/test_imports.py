@@ -134,8 +134,7 @@ def test_errors_keep_their_types(tmp_path):
         assert str(error.value) == str(expected.value) and not hasattr(error.value, '__notes__')
 
 
-@pytest.mark.parametrize(
-    'name', ['cut.**', 'cut.[', os.fsdecode(b'cut\xff.pth')], ids=['stars', 'bracket', 'not_unicode'])
+@pytest.mark.parametrize('name', ['cut.**', 'cut.['])
 def test_errors_keep_their_types_whatever_the_name(name, tmp_path):
     """The note is not worth another error."""
     extend_checkpoint_loader()
