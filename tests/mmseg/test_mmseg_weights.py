@@ -62,13 +62,13 @@ def backbone(model_name: str = 'gated_resnet20', checkpoint: str = '', **kwargs)
     return built
 
 
-def segmentor(**backbone_args):
+def segmentor(count_macs=False, **backbone_args):
     head = dict(
         type='FCNHead', in_channels=64, in_index=3, channels=16, num_convs=1, num_classes=5, dropout_ratio=0.,
         norm_cfg=dict(type='BN'), loss_decode=dict(type='CrossEntropyLoss'))
     model = MODELS.build(ConfigDict(
         type='GatedEncoderDecoder', backbone=dict(type='TimmGatedBackbone', **backbone_args), decode_head=head,
-        gate_losses=LOSSES, train_cfg=dict(), test_cfg=dict(mode='whole')))
+        gate_losses=LOSSES, count_macs=count_macs, train_cfg=dict(), test_cfg=dict(mode='whole')))
     model.init_weights()
     return model
 
@@ -318,8 +318,9 @@ def test_training_step(trained):
         assert name.endswith('.fc1.bias') or not torch.equal(parameter, before[name]), name  # (a norm follows)
 
 
-def test_macs_and_statistics_and_speed(trained):
+def test_macs_and_statistics_and_acceleration(trained):
     model = segmentor(
+        count_macs=True,
         model_name='gated_resnet20',
         init_cfg=dict(type='Pretrained', checkpoint=f'timm-gated://local-dir:{trained[1]}'))
     model.eval()

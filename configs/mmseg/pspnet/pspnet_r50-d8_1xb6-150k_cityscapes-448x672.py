@@ -5,7 +5,7 @@ _base_ = [
 ]
 norm_cfg = dict(type='BN', requires_grad=True)
 model = dict(
-    type='GatedEncoderDecoder',  # without gates; it counts MACs, and loads checkpoints under torch's protection
+    type='GatedEncoderDecoder',  # without gates: it lets mmengine load its checkpoints on torch >= 2.6
     data_preprocessor=dict(size=(448, 672)),
     pretrained=None,
     backbone=dict(norm_cfg=norm_cfg),
