@@ -120,7 +120,7 @@ def schedule_hook(loss_name: str, schedule: str, begin: float, end: float, **kwa
 
 
 @pytest.mark.parametrize('build, message', [
-    (lambda: GatedResNet(depth=18, gate_cfg=dict(hiden=8)), 'gates have the options hidden_channels.*got hiden'),
+    (lambda: GatedResNet(depth=18, gate_cfg=dict(hiden=8)), 'no keys but hidden_channels.*got hiden'),
     (lambda: GatedResNet(depth=18, gated_maps=(2,)), r'gated_maps of this block must be one or more of \(1,\), got'),
     (lambda: MODELS.build(dict(type='BatchShapingLoss', loss_weight=-1)), 'loss_weight must be a number >= 0, got -1'),
     (lambda: MODELS.build(dict(type='L0Loss', reduction='none')), "'none'"),
@@ -262,7 +262,7 @@ def test_epochs_of_a_training_by_iterations():
     """mmengine's epoch stays 0 there, and so would the schedule."""
     hook = schedule_hook('loss_l0', 'linear_warmup', 0, 4, by_epoch=True)
     loop = IterBasedTrainLoop(SimpleNamespace(visualizer=SimpleNamespace()), DataLoader([0]), max_iters=100)
-    with pytest.raises(ValueError, match="'loss_l0' has by_epoch=True, but the training is by iterations"):
+    with pytest.raises(ValueError, match="'loss_l0' has by_epoch=True, but the training loop is iteration-based"):
         hook.before_train(SimpleNamespace(model=segmentor(gate_losses=LOSSES), train_loop=loop, **LENGTH))
 
 
