@@ -3,7 +3,7 @@ import logging
 import re
 from types import SimpleNamespace
 
-import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+import mmseg_plugin  # noqa: F401  (must precede imports of mmseg)
 
 # isort: split
 import numpy as np

@@ -2,7 +2,7 @@
 import copy
 from typing import Any, Dict
 
-import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+import mmseg_plugin  # noqa: F401  (must precede imports of mmseg)
 
 # isort: split
 import pytest
