@@ -89,7 +89,7 @@ def test_killed_while_writing_last_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize('suffix', ['.pth', '.safetensors'])
-def test_truncated_checkpoint(tmp_path, suffix):
+def test_cut_checkpoint(tmp_path, suffix):
     install()
     path, older = tmp_path / f'iter_4{suffix}', tmp_path / f'iter_2{suffix}'
     weights = {name: torch.rand(50) for name in 'abc'}
