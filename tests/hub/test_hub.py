@@ -323,7 +323,7 @@ def test_another_family(folder):
 def test_truncated_weights(folder, size):
     path = folder / 'model.safetensors'
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ValueError, match=r'model.safetensors is not whole'):
+    with pytest.raises(ValueError, match=r'model.safetensors is not complete'):
         check_pretrained(folder)
     with pytest.raises(SafetensorError, match=f'{path} is cut short'):
         load(folder)

@@ -54,7 +54,7 @@ def test_every_file_belongs_to_a_config_and_the_other_way_round():
 
 
 def test_weights_that_are_missing_are_not_offered(tmp_path, monkeypatch):
-    monkeypatch.setattr('timm_gated.zoo.WEIGHTS_DIR', tmp_path)
+    monkeypatch.setattr('timm_gated.models._registry.WEIGHTS_DIR', tmp_path)
     assert weights_file('gated_resnet20.bas_c10') is None
     (tmp_path / 'gated_resnet20.bas_c10.safetensors').touch()
     assert weights_file('gated_resnet20.bas_c10') == str(tmp_path / 'gated_resnet20.bas_c10.safetensors')
