@@ -134,7 +134,7 @@ def test_saved_config_holds_no_path(name, tmp_path):
 
 
 def test_installed_with_the_package():
-    """List the data files that the build would install."""
+    """What setup.py would put beside the modules."""
     script = (
         'from distutils.core import run_setup\n'
         'build = run_setup("setup.py", stop_after="init").get_command_obj("build_py")\n'

@@ -8,7 +8,7 @@ from . import (
     slim_resnet,  # noqa: F401
 )
 from ._carry import CarryNet, CarryStage
-from ._checkpoint import check_incoming, checkpoint_filter_fn, rename_linear_head
+from ._checkpoint import check_depth, check_incoming, checkpoint_filter_fn, rename_linear_head
 from ._config import check_model_args, read_config, storable
 from ._gated_net import GatedNet
 from ._registry import check_model_name, check_weights, entry_points, list_gated_models, list_weights, near_models
@@ -35,6 +35,7 @@ __all__ = [
     'Skipping',
     'Suppression',
     'TargetRate',
+    'check_depth',
     'check_incoming',
     'check_model_args',
     'check_model_name',

@@ -103,13 +103,25 @@ def _blocks(keys, prefix: str = '') -> List[int]:
     return [counts[stage] for stage in sorted(counts, key=int)]
 
 
+def _convs_per_block(keys, prefix: str = '') -> int:
+    """Number of convolutions in a block, from the names of parameters; 0 if there are none."""
+    found = (re.match(re.escape(prefix) + r'layer\d+\.\d+\.conv(\d+)\.', k) for k in keys)
+    return max((int(m.group(1)) for m in found if m), default=0)
+
+
 def _depth_mismatch(state_dict: StateDict, model: nn.Module, prefix: str = '') -> str:
-    theirs, ours = _blocks(state_dict, prefix), _blocks(model.state_dict())
-    if not theirs or theirs == ours:
-        return ''
-    return (
-        f'the checkpoint is of another depth: its stages have {"-".join(map(str, theirs))} blocks, '
-        f'those of this {type(model).__name__} have {"-".join(map(str, ours))}.')
+    keys, name = model.state_dict().keys(), type(model).__name__
+    theirs, ours = _blocks(state_dict, prefix), _blocks(keys)
+    if theirs and theirs[:len(ours)] != ours:  # (a network may be without the last stages)
+        return (
+            f'the checkpoint is of another depth: its stages have {"-".join(map(str, theirs))} blocks, '
+            f'those of this {name} have {"-".join(map(str, ours))}.')
+    convs, own_convs = _convs_per_block(state_dict, prefix), _convs_per_block(keys)
+    if convs and convs != own_convs:  # of 34 and 50 layers, which have as many blocks
+        return (
+            f'the checkpoint is of another depth: its blocks have {convs} convolutions, '
+            f'those of this {name} have {own_convs}.')
+    return ''
 
 
 def _key_mismatch(state_dict: StateDict, model: nn.Module) -> str:
