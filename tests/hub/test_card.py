@@ -137,7 +137,7 @@ def test_tool_saves_and_describes(runs, model, figures, capsys):
     (['push', 'nowhere', 'me/model'], 'config.json does not exist'),
     (['save', '--output', 'new'], 'give --model'),
     (['save', '--model', 'gated_resnet20', '--checkpoint', 'none.pth', '--output', 'new'], 'no checkpoint at none.pth'),
-    (['save', '--model', 'gated_resnet20', '--checkpoint', 'cut.safetensors', '--output', 'new'], 'is cut short'),
+    (['save', '--model', 'gated_resnet20', '--checkpoint', 'cut.safetensors', '--output', 'new'], 'the disk was full'),
     (['save', '--model', 'local-dir:nowhere', '--output', 'new'], 'cannot be made'),
     (['pull', 'me/model', 'saved'], 'saved exists already'),
 ])

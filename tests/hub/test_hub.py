@@ -325,7 +325,7 @@ def test_truncated_weights(folder, size):
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ValueError, match=r'model.safetensors is not complete'):
         check_pretrained(folder)
-    with pytest.raises(SafetensorError, match=f'{path} is cut short'):
+    with pytest.raises(SafetensorError, match=f'{path} is .* the disk was full'):
         load(folder)
 
 
@@ -378,7 +378,7 @@ def test_a_truncated_pickle(folder):
     content = (folder / 'pytorch_model.bin').read_bytes()
     for size in (0, 100, len(content) // 2):
         (folder / 'pytorch_model.bin').write_bytes(content[:size])
-        with pytest.raises((RuntimeError, EOFError), match='pytorch_model.bin is cut short'):
+        with pytest.raises((RuntimeError, EOFError), match='pytorch_model.bin is .* the disk was full'):
             load(folder)
 
 
