@@ -28,6 +28,7 @@ from timm_gated import (
 from timm_gated.layers.gate import apply_gate
 from timm_gated.layers.gate_state import gate_density, gate_logits, gate_masks
 from timm_gated.models._builder import build_gated_net
+from timm_gated.models._method import GatingMethod
 
 
 class SaliencyGate(Gate):
@@ -252,8 +253,9 @@ def make_net(model_cls=GatedCifarResNet, **kwargs) -> nn.Module:
     torch.manual_seed(0)
     model_args = dict(block=GatedBasicBlock, layers=(1, 1, 1), channels=(4, 4, 4))
     return build_gated_net(
-        model_cls, 'gated_resnet20', False, dense_variant='cifar_resnet20', gate_layer=SaliencyGate,
-        objective=Sparsity, recipe=dict(sparsity=0.2), **model_args, **kwargs)
+        model_cls, 'gated_resnet20', False, dense_variant='cifar_resnet20',
+        method=GatingMethod(SaliencyGate, dict(gate_density='density'), Sparsity, ('sparsity', 'warm')),
+        recipe=dict(sparsity=0.2), **model_args, **kwargs)
 
 
 def test_a_network_of_another_gate_and_objective():
