@@ -121,5 +121,5 @@ def test_prior_that_grows_sparser():
 
 @pytest.mark.parametrize('kwargs', [dict(prior_end='uniform'), dict(prior_epochs=(0, 4))])
 def test_a_moving_prior_needs_both(kwargs):
-    with pytest.raises(ValueError, match='prior_end and prior_epochs belong together'):
+    with pytest.raises(ValueError, match='prior_end and prior_epochs must be given together'):
         timm.create_model('gated_resnet20', **kwargs)

@@ -180,7 +180,7 @@ def test_statistics_and_density_ask_the_gate():
 def test_losses_on_probabilities_refuse_a_saliency():
     block = saliency_block()
     block(images(4, 8, 4, 4))
-    with pytest.raises(ValueError, match='SaliencyGate does not give log-odds'):
+    with pytest.raises(ValueError, match='SaliencyGate does not compute log-odds'):
         gate_logits(block)
 
 
@@ -291,7 +291,7 @@ def test_dense_weights_under_a_gating_network(caplog):
 
     half = model.state_dict()
     del half['gater.net.3.bias']
-    with pytest.raises(RuntimeError, match='gater is only half in the checkpoint: gater.net.3.bias'):
+    with pytest.raises(RuntimeError, match='gater is incomplete in the checkpoint: gater.net.3.bias'):
         model.load_state_dict(half)
 
 
