@@ -189,7 +189,8 @@ def test_features_are_kept_in_training_only():
 ])
 def test_channels_of_a_feature(monkeypatch, channel_dim, shape, expected):
     seen = []
-    monkeypatch.setattr('timm_gated.loss.feature_shaping.batch_shaping_loss', lambda x, *args: seen.append(x) or x.sum())
+    monkeypatch.setattr(
+        'timm_gated.loss.feature_shaping.batch_shaping_loss', lambda x, *args: seen.append(x) or x.sum())
     model = nn.Sequential(nn.Identity())
     shaping = shape_features(model, {'0': Normal()}, channel_dim=channel_dim)
     x = torch.randn(shape)

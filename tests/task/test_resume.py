@@ -1,4 +1,4 @@
-"""Trainings by timm's seams that are killed and resumed; checkpoints that are cut short"""
+"""Trainings by timm's seams that are killed and resumed; checkpoints that are truncated"""
 import copy
 import os
 import pickle
@@ -23,7 +23,7 @@ from timm_resume_worker import RECOVERY_INTERVAL, STEPS, train
 
 from timm_gated.loss.snapshots import load_snapshots
 from timm_gated.task.checkpoint_saver import protect_timm_checkpoints
-from timm_gated.utils.checkpoints import is_cut, whole_checkpoints
+from timm_gated.utils.checkpoints import complete_checkpoints, is_truncated
 
 KILLS = 10 * TIMES
 EPOCHS = 2 + KILLS  # more than a life of a training gets to the end of
@@ -62,7 +62,7 @@ class Training:
         return path if path.exists() else None
 
     def newest(self) -> Optional[Path]:
-        found = whole_checkpoints(self.folder, '.pth.tar')
+        found = complete_checkpoints(self.folder, '.pth.tar')
         return found[0] if found else None
 
     def result(self) -> Dict[str, Any]:
@@ -88,7 +88,7 @@ def test_killed(uninterrupted, tmp_path):
     for kill in random_kills(seed=0, number=KILLS, max_steps=2 * STEPS - 1, max_delay=0.1, sizes=range(30000)):
         assert was_killed(training.run(training.last(), kill))
         if kill.size is not None:
-            cut += [path.name for path in training.folder.glob('*.pth.tar') if is_cut(path)]
+            cut += [path.name for path in training.folder.glob('*.pth.tar') if is_truncated(path)]
     assert {'tmp.pth.tar', 'recovery_tmp.pth.tar'} <= set(cut)
     assert training.run(training.last()).exitcode == 0
 
@@ -142,7 +142,7 @@ def raise_interrupt(*args: Any) -> None:
     raise KeyboardInterrupt
 
 
-# Checkpoints that are cut short
+# Checkpoints that are truncated
 
 
 def cuts(content: bytes) -> List[int]:
@@ -158,9 +158,9 @@ def test_cut_training_checkpoint(uninterrupted, tmp_path):
     before = copy.deepcopy(task.state_dict())
     for size in cuts(content):
         last.write_bytes(content[:size])
-        with pytest.raises(Exception, match=rf'{re.escape(str(last))} is cut short.*no whole checkpoint beside it'):
+        with pytest.raises(Exception, match=rf'{re.escape(str(last))} is truncated.*no complete checkpoint'):
             resume_task_checkpoint(task, str(last))
-        with pytest.raises(Exception, match='last.pth.tar is cut short'):  # --initial-checkpoint, --checkpoint
+        with pytest.raises(Exception, match='last.pth.tar is truncated'):  # --initial-checkpoint, --checkpoint
             load_checkpoint(task.get_trainable_module(), str(last))
     assert_equal(task.state_dict(), before)
     assert task.gate_epoch == -1
@@ -168,7 +168,7 @@ def test_cut_training_checkpoint(uninterrupted, tmp_path):
     for index, name in enumerate(['checkpoint-2.pth.tar', 'checkpoint-3.pth.tar', 'recovery-4-1.pth.tar']):
         (tmp_path / name).write_bytes(content if 'checkpoint' in name else content[:-1])
         os.utime(tmp_path / name, (index, index))
-    with pytest.raises(Exception, match=r'newest first: checkpoint-3.pth.tar, checkpoint-2.pth.tar\. Take one of'):
+    with pytest.raises(Exception, match=r'newest first: checkpoint-3.pth.tar, checkpoint-2.pth.tar\. Use one of'):
         resume_task_checkpoint(task, str(last))
 
 
@@ -179,7 +179,7 @@ def test_cut_safetensors(tmp_path):
     model = timm.create_model('gated_resnet20', **TINY, checkpoint_path=str(path))
     for size in cuts(content):
         path.write_bytes(content[:size])
-        with pytest.raises(SafetensorError, match='weights.safetensors is cut short'):
+        with pytest.raises(SafetensorError, match='weights.safetensors is truncated'):
             load_checkpoint(model, str(path))
 
 
@@ -195,14 +195,14 @@ def test_whole_files_have_their_own_errors(tmp_path, zipped):
         resume_task_checkpoint(task, str(path))
 
 
-def test_only_whole_checkpoints_are_recommended(tmp_path):
+def test_only_complete_checkpoints_are_recommended(tmp_path):
     (tmp_path / 'cut.pth.tar').write_bytes(b'PK')
     with tarfile.open(tmp_path / 'images.tar', 'w') as tar:
         tar.add(__file__)
     torch.save({}, tmp_path / '.being_written.partial.tar')
     torch.save({}, tmp_path / 'whole.pth.tar')
     (tmp_path / 'link.pth.tar').symlink_to('nowhere')
-    assert whole_checkpoints(tmp_path, '.tar') == [tmp_path / 'whole.pth.tar']
+    assert complete_checkpoints(tmp_path, '.tar') == [tmp_path / 'whole.pth.tar']
 
 
 def test_loading_by_timm_is_explained_everywhere(tmp_path):
@@ -210,7 +210,7 @@ def test_loading_by_timm_is_explained_everywhere(tmp_path):
     path.write_bytes(b'PK')
     timm.create_model('gated_resnet20', **TINY)
     for module in (timm.models, timm.models._helpers, timm.models._builder, timm.models._hub):
-        with pytest.raises(RuntimeError, match='weights.pth is cut short') as error:
+        with pytest.raises(RuntimeError, match='weights.pth is truncated') as error:
             module.load_state_dict(checkpoint_path=str(path))
         assert len(error.value.__notes__) == 1
 
