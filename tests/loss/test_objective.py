@@ -1,4 +1,4 @@
-"""Objectives: the options of the gate losses, and batch shaping of any feature"""
+"""Objectives: options of the gate losses, and batch shaping of features"""
 import copy
 import pickle
 import re
@@ -236,7 +236,7 @@ def test_any_network_from_model_kwargs():
     result = ClassificationTask(gated, nn.CrossEntropyLoss(), verbose=False)(images(), torch.arange(4))
     assert {'feature_shaping_loss', 'batch_shaping_loss'} <= set(result)
 
-    # what train.py passes beside the YAML's model_kwargs
+    # arguments that train.py adds to the model_kwargs of the YAML
     readme = (ROOT / 'README.md').read_text()
     config = yaml.safe_load(re.search(r'```yaml\n(model: batch_shaped.*?)```', readme, re.DOTALL).group(1))
     model = timm.create_model(

@@ -1,4 +1,4 @@
-"""Trainings by timm's seams that are killed and resumed; checkpoints that are truncated"""
+"""Killed and resumed trainings with timm's task and checkpoint saver; truncated checkpoints"""
 import copy
 import os
 import pickle
@@ -26,9 +26,9 @@ from timm_gated.task.checkpoint_saver import protect_timm_checkpoints
 from timm_gated.utils.checkpoints import complete_checkpoints, is_truncated
 
 KILLS = 10 * TIMES
-EPOCHS = 2 + KILLS  # more than a life of a training gets to the end of
+EPOCHS = 2 + KILLS  # more than a training completes before it is killed
 TINY: Dict[str, Any] = dict(layers=(1, 1, 1), channels=(4, 4, 4))
-RUNS: Dict[str, Dict[str, Any]] = {  # of all that has a schedule, a state or noise
+RUNS: Dict[str, Dict[str, Any]] = {  # everything with a schedule, a state or noise
     'gated_resnet20': dict(
         lam_epochs=(0, 20), gamma=0.1, gamma_epochs=(2, 22), noise_epochs=(1, 21), prior_epochs=(3, 19), budget=0.5,
         prior={'type': 'beta', 'learnable': True}, prior_end={'type': 'beta', 'a': 0.3, 'b': 0.6}, snapshot_gates=4),
@@ -42,7 +42,7 @@ RUNS: Dict[str, Dict[str, Any]] = {  # of all that has a schedule, a state or no
 
 
 class Training:
-    """A training in a folder: killed, resumed, and what it reported in all its lives."""
+    """A training in a folder that is killed and resumed, and its reports."""
 
     def __init__(self, name: str, folder: Path, epochs: int) -> None:
         self.name, self.folder, self.epochs = name, folder, epochs
@@ -66,7 +66,7 @@ class Training:
         return found[0] if found else None
 
     def result(self) -> Dict[str, Any]:
-        """The last checkpoint, without timm's list of the files beside it: a kill may have left fewer of them."""
+        """The last checkpoint, without timm's list of other files: a kill may have left fewer of them."""
         checkpoint = torch.load(self.folder / 'last.pth.tar', weights_only=True)
         return {key: value for key, value in checkpoint.items() if key != 'saver'}
 
@@ -114,7 +114,7 @@ def test_other_methods(name, tmp_path):
 
 
 def test_recovery_checkpoints(uninterrupted, tmp_path):
-    """timm goes on from them with the next epoch, so the parameters are others; all schedules are the same."""
+    """timm continues with the next epoch, so the parameters differ, but all schedules are the same."""
     training = Training('gated_resnet20', tmp_path / 'run', epochs=EPOCHS)
     within_first_checkpoint = Kill(STEPS, size=0)
     assert was_killed(training.run(kill=within_first_checkpoint))
@@ -132,7 +132,7 @@ def test_the_last_checkpoint_stays_until_the_next_is_there(tmp_path, monkeypatch
     model = timm.create_model('gated_resnet20', **TINY)
     saver = CheckpointSaver(model, torch.optim.SGD(model.parameters()), checkpoint_dir=str(tmp_path))
     saver.save_checkpoint(0, metric=1.)
-    monkeypatch.setattr(os, 'replace', raise_interrupt)  # the end, just when one is to take the place of the other
+    monkeypatch.setattr(os, 'replace', raise_interrupt)  # interrupted just before the replacement
     with pytest.raises(KeyboardInterrupt):
         saver.save_checkpoint(1, metric=1.)
     assert torch.load(tmp_path / 'last.pth.tar', weights_only=True)['epoch'] == 0
@@ -142,11 +142,11 @@ def raise_interrupt(*args: Any) -> None:
     raise KeyboardInterrupt
 
 
-# Checkpoints that are truncated
+# Truncated checkpoints
 
 
 def cuts(content: bytes) -> List[int]:
-    """Lengths to cut a file to: around its start and its end, where formats are decided, and anywhere."""
+    """Lengths to truncate a file to: near its start and its end, which formats check, and anywhere."""
     size = len(content)
     return [*range(30), *random.Random(0).sample(range(30, size - 70), 100), *range(size - 70, size)]
 

@@ -61,6 +61,6 @@ def _resolve_masks(named_gates: Dict[str, Gate], masks: ForcedMasks) -> Dict[str
                 f"the mask of gate '{name}' has shape {tuple(mask.shape)}; allowed are ({num_gates},) and "
                 f'(N, {num_gates}).')
         if not bool(((mask == 0) | (mask == 1)).all()):
-            raise ValueError(f"the mask of gate '{name}' must hold 0s and 1s only, or booleans.")
+            raise ValueError(f"the mask of gate '{name}' must hold only 0 and 1, or booleans.")
         resolved[name] = mask.to(torch.float32, copy=True)
     return resolved
