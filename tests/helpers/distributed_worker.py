@@ -169,9 +169,9 @@ def check_statistics(rank: int) -> None:
     torch.manual_seed(0)
     model = shuffle(timm.create_model('gated_resnet20', **SMALL)).eval()
     x, members = images(7), torch.eye(4).bool()[torch.arange(7) % 3]
-    whole, parts = GateStatistics(num_classes=4), GateStatistics(num_classes=4)
+    together, parts = GateStatistics(num_classes=4), GateStatistics(num_classes=4)
     macs = count_macs(model, x)
-    whole.update(model, members)
+    together.update(model, members)
 
     mine = [*range(7), 0][rank::2]  # as by timm's and mmengine's samplers
     own, used = len(range(rank, 7, 2)), 0
@@ -182,12 +182,12 @@ def check_statistics(rank: int) -> None:
     parts.reduce(dist.all_reduce)
     dist.all_reduce(used)
 
-    assert parts.num_samples == whole.num_samples == 7 and 0 < whole.density() < 1
-    assert torch.equal(parts.samples_by_class, whole.samples_by_class)
+    assert parts.num_samples == together.num_samples == 7 and 0 < together.density() < 1
+    assert torch.equal(parts.samples_by_class, together.samples_by_class)
     for shares, expected in (
-            (parts.open_share(), whole.open_share()), (parts.open_share_by_class(), whole.open_share_by_class())):
+            (parts.open_share(), together.open_share()), (parts.open_share_by_class(), together.open_share_by_class())):
         assert all(torch.equal(shares[name].nan_to_num(2), share.nan_to_num(2)) for name, share in expected.items())
-    assert parts.counts() == whole.counts() and used == macs.per_sample.sum()
+    assert parts.counts() == together.counts() and used == macs.per_sample.sum()
 
     task = ClassificationTask(model, verbose=False)
     evaluator = task.create_evaluator(max_samples=own)
@@ -195,7 +195,7 @@ def check_statistics(rank: int) -> None:
         evaluator.update(model(x[batch]), batch % 3)
     metrics = evaluator.compute(distributed=True)
     torch.testing.assert_close(metrics['macs_share'], macs.share)
-    torch.testing.assert_close(metrics['gate_density'], whole.density())
+    torch.testing.assert_close(metrics['gate_density'], together.density())
 
 
 def main(output: Path) -> None:

@@ -96,13 +96,13 @@ def test_training_mask_is_exactly_binary(dtype):
 def test_autocast_keeps_logits_in_float32_and_masks_binary(dtype, training):
     gate = make_gate().train(training)
     x = torch.randn(256, 8).to(dtype)
-    twin = copy.deepcopy(gate)
-    twin(x.float())
+    copied = copy.deepcopy(gate)
+    copied(x.float())
     with torch.autocast('cpu', dtype=dtype):
         assert nn.functional.linear(x, gate.fc1.weight).dtype == dtype  # autocast is active
         mask = gate(x)
     assert gate.logits.dtype == torch.float32
-    torch.testing.assert_close(gate.logits, twin.logits)
+    torch.testing.assert_close(gate.logits, copied.logits)
     assert is_binary(mask) and is_binary(gate.decision)
 
 
@@ -238,9 +238,9 @@ def assert_same_model(model: nn.Module, other: nn.Module) -> None:
 
 
 def test_deepcopy_after_a_training_step(trained):
-    twin = copy.deepcopy(trained)
+    copied = copy.deepcopy(trained)
     assert gates(trained)[0][1].logits.requires_grad  # the original keeps its state
-    assert_same_model(trained, twin)
+    assert_same_model(trained, copied)
 
 
 def test_pickle_after_a_training_step(trained):
@@ -255,10 +255,10 @@ def test_torch_save_of_a_model_after_a_training_step(trained):
 
 
 def test_state_dict_after_a_training_step(trained):
-    twin = timm.create_model('gated_resnet20', num_classes=4)
-    assert list(trained.state_dict()) == list(twin.state_dict())
-    twin.load_state_dict(trained.state_dict())
-    assert_same_model(trained, twin)
+    copied = timm.create_model('gated_resnet20', num_classes=4)
+    assert list(trained.state_dict()) == list(copied.state_dict())
+    copied.load_state_dict(trained.state_dict())
+    assert_same_model(trained, copied)
 
 
 # Noise

@@ -293,9 +293,9 @@ def test_masks_per_sample_in_a_whole_model():
 def test_features_only_model(feature_cls, prefix):
     x = images(2, 3, 64, 64)
     model = timm.create_model('gated_resnet18', features_only=True, out_indices=(1, 2), feature_cls=feature_cls)
-    whole = timm.create_model('gated_resnet18')
-    with force_gates(model, 'closed'), force_gates(whole, 'closed'):
-        macs, reference = count_macs(model, x), count_macs(whole, x)
+    complete = timm.create_model('gated_resnet18')
+    with force_gates(model, 'closed'), force_gates(complete, 'closed'):
+        macs, reference = count_macs(model, x), count_macs(complete, x)
     names = [n for n in reference.by_module if n.split('.')[0] in ('conv1', 'layer1', 'layer2')]
     assert set(macs.by_module) == {prefix + n for n in names}
     assert macs.per_sample.tolist() == sum(reference.by_module[n].per_sample for n in names).tolist()

@@ -67,13 +67,13 @@ def test_compiled_training_is_the_eager_one(name, backend, dtype, shape):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = timm.create_model(name, **{**shape, **OPTIONS[name]}).to(dtype)
-    twin = copy.deepcopy(model)
-    eager, compiled = (ClassificationTask(m, nn.CrossEntropyLoss(), verbose=False) for m in (model, twin))
-    compiled.trainable_module = torch.compile(twin, backend=backend, fullgraph=True)
+    copied = copy.deepcopy(model)
+    eager, compiled = (ClassificationTask(m, nn.CrossEntropyLoss(), verbose=False) for m in (model, copied))
+    compiled.trainable_module = torch.compile(copied, backend=backend, fullgraph=True)
     expected = train(eager, model)
     with torch._inductor.config.patch(fallback_random=True):  # the noise of the eager training
-        found = train(compiled, twin)
+        found = train(compiled, copied)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.to(dtype), b.to(dtype), **TOLERANCE[dtype])  # the budget loss is always float64
-    for (key, a), b in zip(twin.state_dict().items(), model.state_dict().values(), strict=True):
+    for (key, a), b in zip(copied.state_dict().items(), model.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, **TOLERANCE[dtype], msg=lambda message, key=key: f'{key}: {message}')

@@ -77,25 +77,25 @@ def by_step(reports: List[Dict[str, Any]]) -> Dict[Any, Dict[str, Any]]:
 
 @pytest.fixture(scope='module')
 def uninterrupted(tmp_path_factory) -> Training:
-    training = Training('gated_resnet20', tmp_path_factory.mktemp('whole') / 'run', epochs=EPOCHS)
+    training = Training('gated_resnet20', tmp_path_factory.mktemp('complete') / 'run', epochs=EPOCHS)
     assert training.run().exitcode == 0
     return training
 
 
 def test_killed(uninterrupted, tmp_path):
     training = Training('gated_resnet20', tmp_path / 'run', epochs=EPOCHS)
-    cut = []
+    truncated = []
     for kill in random_kills(seed=0, number=KILLS, max_steps=2 * STEPS - 1, max_delay=0.1, sizes=range(30000)):
         assert was_killed(training.run(training.last(), kill))
         if kill.size is not None:
-            cut += [path.name for path in training.folder.glob('*.pth.tar') if is_truncated(path)]
-    assert {'tmp.pth.tar', 'recovery_tmp.pth.tar'} <= set(cut)
+            truncated += [path.name for path in training.folder.glob('*.pth.tar') if is_truncated(path)]
+    assert {'tmp.pth.tar', 'recovery_tmp.pth.tar'} <= set(truncated)
     assert training.run(training.last()).exitcode == 0
 
-    whole = by_step(uninterrupted.reports)
-    assert len(whole) == EPOCHS * STEPS and len(training.reports) > len(whole)
+    complete = by_step(uninterrupted.reports)
+    assert len(complete) == EPOCHS * STEPS and len(training.reports) > len(complete)
     for report in training.reports:
-        assert report == whole[report['epoch'], report['step']]
+        assert report == complete[report['epoch'], report['step']]
     assert_equal(training.result(), uninterrupted.result())
     mine, other = (load_snapshots(run.folder / 'gates') for run in (training, uninterrupted))
     assert (mine.counts == other.counts).all() and mine.epochs.tolist() == list(range(EPOCHS))
@@ -103,14 +103,14 @@ def test_killed(uninterrupted, tmp_path):
 
 @pytest.mark.parametrize('name', sorted(set(RUNS) - {'gated_resnet20'}))
 def test_other_methods(name, tmp_path):
-    whole, training = (Training(name, tmp_path / folder, epochs=8) for folder in ('whole', 'killed'))
-    assert whole.run().exitcode == 0
+    complete, training = (Training(name, tmp_path / folder, epochs=8) for folder in ('complete', 'killed'))
+    assert complete.run().exitcode == 0
     for kill in random_kills(seed=1, number=4, max_steps=2 * STEPS - 1, max_delay=0.1, sizes=range(30000)):
         assert was_killed(training.run(training.last(), kill))
     assert training.run(training.last()).exitcode == 0
-    expected = by_step(whole.reports)
+    expected = by_step(complete.reports)
     assert [report for report in training.reports if report != expected[report['epoch'], report['step']]] == []
-    assert_equal(training.result(), whole.result())
+    assert_equal(training.result(), complete.result())
 
 
 def test_recovery_checkpoints(uninterrupted, tmp_path):
@@ -122,9 +122,9 @@ def test_recovery_checkpoints(uninterrupted, tmp_path):
     for kill in random_kills(seed=2, number=9, max_steps=2 * STEPS - 1, max_delay=0.1, sizes=range(30000)):
         assert was_killed(training.run(training.newest(), kill))
     assert training.run(training.newest()).exitcode == 0
-    whole = by_step(uninterrupted.reports)
+    complete = by_step(uninterrupted.reports)
     for report in training.reports:
-        assert {**report, 'loss': None} == {**whole[report['epoch'], report['step']], 'loss': None}
+        assert {**report, 'loss': None} == {**complete[report['epoch'], report['step']], 'loss': None}
     assert training.result()['task_state'] == uninterrupted.result()['task_state'] == {'gate_epoch': EPOCHS - 1}
 
 
@@ -196,13 +196,13 @@ def test_whole_files_have_their_own_errors(tmp_path, zipped):
 
 
 def test_only_complete_checkpoints_are_recommended(tmp_path):
-    (tmp_path / 'cut.pth.tar').write_bytes(b'PK')
+    (tmp_path / 'truncated.pth.tar').write_bytes(b'PK')
     with tarfile.open(tmp_path / 'images.tar', 'w') as tar:
         tar.add(__file__)
     torch.save({}, tmp_path / '.being_written.partial.tar')
-    torch.save({}, tmp_path / 'whole.pth.tar')
+    torch.save({}, tmp_path / 'complete.pth.tar')
     (tmp_path / 'link.pth.tar').symlink_to('nowhere')
-    assert complete_checkpoints(tmp_path, '.tar') == [tmp_path / 'whole.pth.tar']
+    assert complete_checkpoints(tmp_path, '.tar') == [tmp_path / 'complete.pth.tar']
 
 
 def test_loading_by_timm_is_explained_everywhere(tmp_path):

@@ -192,7 +192,7 @@ def test_a_pass_in_evaluation_mode_begins_no_epoch():
 
 
 def test_resume_continues_step_by_step(tmp_path):
-    whole = train_epochs(make_task(make_model()), 4)
+    uninterrupted = train_epochs(make_task(make_model()), 4)
 
     task = make_task(make_model())
     optimizer = create_optimizer_v2(task.get_trainable_module(), opt='sgd', lr=0.1)
@@ -207,7 +207,7 @@ def test_resume_continues_step_by_step(tmp_path):
     assert resume_task_checkpoint(task, str(tmp_path / 'last.pth.tar'), optimizer=optimizer) == 2
     task.setup_ema(decay=0.9)
     load_task_ema_checkpoint(task, str(tmp_path / 'last.pth.tar'))
-    assert first + train_epochs(task, 2) == whole
+    assert first + train_epochs(task, 2) == uninterrupted
 
 
 def noises(model: nn.Module):

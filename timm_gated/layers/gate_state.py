@@ -13,7 +13,7 @@ __all__ = ['LastPass', 'gate_density', 'gate_logits', 'gate_masks', 'gate_scores
 class LastPass:
     """Decisions of the gates of a network in its last forward pass.
 
-    The network is walked once, when this object is made. The values are read from the gates on demand.
+    The network is walked once, on construction. The values are read from the gates on demand.
 
     Args:
         network: A module with gates; DDP and `torch.compile` wrappers are removed.

@@ -107,8 +107,8 @@ def _gate(block: Any, index: int) -> Optional[ChannelGate]:
 
 
 def _check(values: Any, limits: Sequence[int], name: str, minimum: int) -> Sequence[int]:
-    whole = isinstance(values, Sequence) and len(values) == len(limits) and all(type(value) is int for value in values)
-    if not whole or not all(minimum <= value <= limit for value, limit in zip(values, limits, strict=True)):
+    valid = isinstance(values, Sequence) and len(values) == len(limits) and all(type(value) is int for value in values)
+    if not valid or not all(minimum <= value <= limit for value, limit in zip(values, limits, strict=True)):
         ranges = ', '.join(f'{minimum} to {limit}' for limit in limits)
         raise ValueError(f'{name} must be {len(limits)} whole number(s) within {ranges}; got {values!r}.')
     return values
