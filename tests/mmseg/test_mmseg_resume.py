@@ -97,7 +97,7 @@ def test_cut_checkpoint(tmp_path, suffix):
         save_file(weights, file) if suffix == '.safetensors' else torch.save({'state_dict': weights}, file)
     content = path.read_bytes()
     assert CheckpointLoader.load_checkpoint(str(path))
-    message = rf'iter_4{suffix} is (cut short|truncated).* first: iter_2{suffix}\. .* load_from='
+    message = rf'iter_4{suffix} is truncated.* first: iter_2{suffix}\. .* load_from='
     for size in [*range(20), *range(20, len(content) - 70, 7), *range(len(content) - 70, len(content))]:
         path.write_bytes(content[:size])
         with pytest.raises(Exception, match=message):

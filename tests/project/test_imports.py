@@ -123,7 +123,7 @@ def test_errors_keep_their_types(tmp_path):
         with pytest.raises(expected.type) as error:
             load_checkpoint(plain, str(path))
         assert str(error.value) == str(expected.value)
-        assert len(error.value.__notes__) == 1 and f'{path} is cut short' in error.value.__notes__[0]
+        assert len(error.value.__notes__) == 1 and f'{path} is truncated' in error.value.__notes__[0]
     for other, content in (('missing.pth', None), ('text.pth', b'no checkpoint')):
         if content:
             (tmp_path / other).write_bytes(content)
