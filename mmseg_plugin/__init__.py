@@ -1,11 +1,11 @@
 """Channel-gated networks for mmsegmentation: a thin adapter over `timm_gated`
 
-Importing this package, as the configs do through `custom_imports`, registers everything with mmseg. It changes nothing
-that models without gates use.
+Importing this package (`custom_imports` in a config) registers its classes with mmseg. It does not affect models
+without gates.
 """
 from timm_gated.version import __version__ as __version__
 
-from . import compat  # noqa: F401, I001  (before anything of mmseg)
+from . import compat  # noqa: F401, I001  (must precede all imports of mmseg)
 from . import heads as _heads  # noqa: F401  (registers the compilation of decode heads)
 from .backbones import GatedResNet, GatedResNetV1c, GatedResNetV1d, SlimResNet
 from .checkpoints import WholeFileBackend, load_from_safetensors, load_from_timm_gated

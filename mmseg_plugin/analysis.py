@@ -1,7 +1,7 @@
-"""The gates of a segmentor over its test data, for `timm_gated.analysis`
+"""Gate analysis of segmentors: models and test data for `timm_gated.analysis`
 
-An image belongs to every class that its label map shows, so what a class has open is what images with it have open.
-Its accuracy is the share of its labelled pixels that are right, its confidence the mean over its pixels.
+An image belongs to every class in its label map, so the open gates of a class are those of all images that contain it.
+The accuracy of an image is the share of correct labelled pixels; its confidence is the mean over its pixels.
 """
 import argparse
 from pathlib import Path
@@ -30,14 +30,14 @@ def create_segmentation(
         device: str = 'cpu',
         untrained: bool = False,
 ) -> Tuple[nn.Module, Data]:
-    """Make the model of an mmseg config and the loader of its `test_dataloader`.
+    """Build the model of an mmseg config and the loader of its `test_dataloader`.
 
     Args:
         config: Path of the config.
-        checkpoint: Weights of the model; empty for those that the config loads (`load_from`).
+        checkpoint: Path of the weights; `load_from` of the config if empty.
         cfg_options: Settings to override, each KEY=VALUE as in mmseg's scripts.
-        device: Where the model goes.
-        untrained: Allow random weights, and load none without a checkpoint.
+        device: Device of the model.
+        untrained: Whether random weights are allowed; `load_from` of the config is then ignored.
     """
     cfg = load_config(config, cfg_options)
     checkpoint = checkpoint or (not untrained and cfg.get('load_from')) or ''
@@ -48,22 +48,22 @@ def create_segmentation(
     extend_checkpoint_loader()  # (mmseg's own segmentors do not)
     if model.test_cfg.get('mode') != 'whole':
         raise ValueError(
-            f"gates decide once for every crop, so an image must be run as a whole: test_cfg.mode must be 'whole', got "
-            f"'{model.test_cfg.get('mode')}'. Override it with --cfg-options model.test_cfg.mode=whole.")
+            f"test_cfg.mode must be 'whole', got '{model.test_cfg.get('mode')}': with sliding windows gates decide per "
+            f"crop, not per image. Override it with --cfg-options model.test_cfg.mode=whole.")
     if checkpoint:
         with explained(f'{checkpoint} does not load into the model of {config}'):
-            load_checkpoint(model, checkpoint, map_location='cpu', strict=True)  # or parts might stay random
+            load_checkpoint(model, checkpoint, map_location='cpu', strict=True)
     note_untrained(model, bool(checkpoint), allowed=untrained, remedy='Give --checkpoint FILE, or --untrained.')
     try:
         loader = Runner.build_dataloader(cfg.test_dataloader)
     except FileNotFoundError as error:
         raise ValueError(
-            f"the data of the config's test_dataloader is not there: {error.filename} does not exist. Prepare the data "
-            f"set as mmseg's docs/en/user_guides/2_dataset_prepare.md says, or give its place by --cfg-options "
+            f'the data of test_dataloader is missing: {error.filename} does not exist. Prepare the dataset as '
+            f"described in mmseg's docs/en/user_guides/2_dataset_prepare.md, or set its location with --cfg-options "
             f'test_dataloader.dataset.data_root=DIR.') from error
     dataset: Any = loader.dataset
     class_names = list(dataset.metainfo['classes'])
-    bgr = model.data_preprocessor.channel_conversion  # the pipeline loads BGR, and the model turns it
+    bgr = model.data_preprocessor.channel_conversion  # the pipeline loads BGR, the model converts it
 
     def fetch_image(index: int) -> np.ndarray:
         pixels = dataset[index]['inputs'].permute(1, 2, 0).numpy()
@@ -79,7 +79,7 @@ def load_config(config: str, cfg_options: Sequence[str] = ()) -> Config:
     """Read an mmseg config.
 
     Args:
-        config: Its path.
+        config: Path of the config.
         cfg_options: Settings to override, each KEY=VALUE as in mmseg's scripts.
     """
     if not Path(config).is_file():
@@ -96,31 +96,31 @@ def segmentation_outcome(
         num_classes: int,
         classes: Optional[Sequence[int]] = None,
 ) -> Outcome:
-    """How a batch of a segmentor went.
+    """Classes, accuracy and confidence of each image of a batch.
 
     Args:
-        results: Data samples of its prediction, with their label maps.
-        num_classes: Number of classes that the segmentor chooses among.
-        classes: Look at pixels of these labels only, and choose among them: all of the segmentor's outputs, in this
-            order, or so many of its outputs.
+        results: Predicted data samples with label maps.
+        num_classes: Number of classes of the segmentor; unused if `classes` is given.
+        classes: Labels to restrict pixels and predictions to. The outputs of the segmentor are those of these labels,
+            in this order, or of all labels.
     """
     members, correct, confidence = [], [], []
     for result in results:
         if 'gt_sem_seg' not in result:
             raise ValueError(
-                'an image has no label map: the pipeline of the test_dataloader needs LoadAnnotations, as for mIoU.')
+                'an image has no label map: add LoadAnnotations to the pipeline of test_dataloader, as for mIoU.')
         logits = result.seg_logits.data
         if not logits.isfinite().all():
             raise ValueError(
                 f'the output of the model is not finite (NaN or infinity) for {result.get("img_path", "an image")}: '
-                f'the weights or the input are broken. Was the training stable?')
+                f'the weights or the input are invalid. Check that the training was stable.')
         truth, prediction = result.gt_sem_seg.data.flatten().to(logits.device), result.pred_sem_seg.data.flatten()
         if classes is not None:
             truth = relabel(truth, classes)
             logits = logits if len(logits) == len(classes) else logits[list(classes)]
             prediction = logits.argmax(0).flatten()
         num_members = num_classes if classes is None else len(classes)
-        labelled = truth < num_members  # 255 is no class
+        labelled = truth < num_members  # 255 is ignored
         members.append(torch.bincount(truth[labelled], minlength=num_members) > 0)
         correct.append((truth == prediction)[labelled].float().mean().nan_to_num())
         confidence.append(torch.softmax(logits.float(), dim=0).amax(0).mean())
@@ -128,7 +128,7 @@ def segmentation_outcome(
 
 
 def relabel(labels: torch.Tensor, classes: Sequence[int]) -> torch.Tensor:
-    """Number labels within some classes; 255, no class, for all others."""
+    """Replace each label by its position in `classes`, and all other labels by 255 (ignored)."""
     numbers = torch.full((256,), 255, dtype=labels.dtype, device=labels.device)
     numbers[list(classes)] = torch.arange(len(classes), dtype=labels.dtype, device=labels.device)
     return numbers[labels.long()]

@@ -4,10 +4,10 @@ mmseg's ResNet, ResNetV1c and ResNetV1d with the channel gates of `timm_gated` i
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
-A gate's mask is applied where the next convolution reads the map: after the ReLU, and after plugins, if there are any.
-Names of weights are mmseg's plus those of the gates, so dense checkpoints load.
+Masks are applied to the input of the next convolution: after the ReLU and after plugins. Parameter names are mmseg's
+plus those of the gates, so dense checkpoints load by name.
 
-`SlimResNet` is mmseg's ResNet with inner maps of any width: what is left of a gated one after `specialize`.
+`SlimResNet` is mmseg's ResNet with inner maps of any width, the result of `specialize`.
 """
 import inspect
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
@@ -45,10 +45,10 @@ class _GatedBlock(nn.Module):
     """Mixin over mmseg's blocks.
 
     Args:
-        *args: As for mmseg's block.
-        gated_maps: Inner maps to gate, counted from 1; all of them by default.
+        *args: Arguments of mmseg's block.
+        gated_maps: Indices of the gated inner maps, from 1; all by default.
         gate_cfg: Options of the gates.
-        **kwargs: As for mmseg's block.
+        **kwargs: Arguments of mmseg's block.
     """
 
     inner_maps: Tuple[int, ...]
@@ -76,15 +76,15 @@ class _GatedBlock(nn.Module):
         return {f'conv{index}': (gate.get(index - 1), gate.get(index)) for index in range(1, num_convs + 1)}
 
     def _recomputed(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """Apply a function, which is run again in backward if `with_cp` says so."""
+        """Apply a function, with activation checkpointing if `with_cp` is set."""
         if self.with_cp and x.requires_grad:
-            # mmseg checkpoints re-entrantly, which would cut the gates' logits off from their gradient.
+            # mmseg uses reentrant checkpointing, in which the logits of the gates would have no gradient.
             return checkpoint(function, x, use_reentrant=False)
         return function(x)
 
 
 class GatedBasicBlock(_GatedBlock, BasicBlock):
-    """mmseg's BasicBlock with a gate over its inner map."""
+    """mmseg's BasicBlock with a gated inner map."""
 
     inner_maps = (1,)
 
@@ -104,7 +104,7 @@ class GatedBasicBlock(_GatedBlock, BasicBlock):
 
 
 class GatedBottleneck(_GatedBlock, Bottleneck):
-    """mmseg's Bottleneck with gates over its two inner maps, or one of them."""
+    """mmseg's Bottleneck with one or two gated inner maps."""
 
     inner_maps = (1, 2)
 
@@ -139,15 +139,15 @@ def _resnet_args(*args, **kwargs) -> Dict[str, Any]:
 
 @MODELS.register_module()
 class GatedResNet(ResNet):
-    """mmseg's ResNet of gated blocks.
+    """mmseg's ResNet with gated blocks.
 
     Args:
-        *args: As for mmseg's ResNet.
-        gated_maps: Inner maps of the blocks that are gated, counted from 1; all of them by default.
+        *args: Arguments of mmseg's ResNet.
+        gated_maps: Indices of the gated inner maps of each block, from 1; all by default.
         gate_cfg: Options of the gates: `hidden_channels`, `temperature`, `bias`.
-        inner_channels: Widths of the blocks' inner maps (see `timm_gated.layers.narrow`), after pruning.
-        gated_channels: How many of their channels have gates.
-        **kwargs: As for mmseg's ResNet.
+        inner_channels: Widths of the inner maps of a pruned network (see `timm_gated.layers.narrow`).
+        gated_channels: Numbers of gated channels of these maps.
+        **kwargs: Arguments of mmseg's ResNet.
     """
 
     arch_settings = {
@@ -166,10 +166,10 @@ class GatedResNet(ResNet):
     ) -> None:
         unknown = sorted(set(gate_cfg or {}) - set(_GATE_OPTIONS))
         if unknown:
-            raise ValueError(f'gates have the options {", ".join(_GATE_OPTIONS)}, got {", ".join(unknown)}.')
+            raise ValueError(f'gate_cfg must have no keys but {", ".join(_GATE_OPTIONS)}, got {", ".join(unknown)}.')
         self._gate_args = dict(gated_maps=gated_maps, gate_cfg=gate_cfg)
         self.resnet_args = _resnet_args(*args, **kwargs)
-        # mmseg zero-initialises the last norm of its own two block classes only.
+        # mmseg zero-initialises the last norm of its own block classes only, not of subclasses.
         fresh = self.resnet_args.get('pretrained') is None and self.resnet_args.get('init_cfg') is None
         self._zero_init = fresh and self.resnet_args.get('zero_init_residual', True)
         super().__init__(*args, **kwargs)
@@ -181,16 +181,14 @@ class GatedResNet(ResNet):
             kwargs['init_cfg'] = dict(type='Constant', val=0, override=dict(name=last_norm))
         return super().make_res_layer(**kwargs, **self._gate_args)
 
-    def _load_from_state_dict(
-            self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args) -> None:
         check_incoming(self, state_dict, prefix, ValueError)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 @MODELS.register_module()
 class GatedResNetV1c(GatedResNet):
-    """mmseg's ResNetV1c of gated blocks: a deep stem. Arguments as for `GatedResNet`."""
+    """mmseg's ResNetV1c (deep stem) with gated blocks. Arguments are those of `GatedResNet`."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, deep_stem=True, avg_down=False, **kwargs)
@@ -198,7 +196,7 @@ class GatedResNetV1c(GatedResNet):
 
 @MODELS.register_module()
 class GatedResNetV1d(GatedResNet):
-    """mmseg's ResNetV1d of gated blocks: a deep stem, and pooled shortcuts. Arguments as for `GatedResNet`."""
+    """mmseg's ResNetV1d (deep stem, pooled shortcuts) with gated blocks. Arguments are those of `GatedResNet`."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, deep_stem=True, avg_down=True, **kwargs)
@@ -206,12 +204,12 @@ class GatedResNetV1d(GatedResNet):
 
 @MODELS.register_module()
 class SlimResNet(ResNet):
-    """mmseg's ResNet with inner maps of any width. (ResNetV1c has `deep_stem`, ResNetV1d `avg_down` as well.)
+    """mmseg's ResNet with inner maps of any width; `deep_stem` and `avg_down` make it a ResNetV1c or V1d.
 
     Args:
-        *args: As for mmseg's ResNet.
-        inner_channels: Widths of the blocks' inner maps.
-        **kwargs: As for mmseg's ResNet.
+        *args: Arguments of mmseg's ResNet.
+        inner_channels: Widths of the inner maps.
+        **kwargs: Arguments of mmseg's ResNet.
     """
 
     def __init__(self, *args, inner_channels: Optional[Channels] = None, **kwargs) -> None:
@@ -226,10 +224,10 @@ class SlimResNet(ResNet):
 
 
 def backbone_cfg(backbone: Union[GatedResNet, SlimResNet]) -> Dict[str, Any]:
-    """Config of a backbone as it is, after pruning too. It says nothing of weights."""
+    """Config of a backbone, pruned or not, without its weights."""
     if not isinstance(backbone, (GatedResNet, SlimResNet)):
         raise ValueError(
-            f'only the backbones GatedResNet (V1c, V1d too) and SlimResNet can be saved pruned, got a '
+            f'a pruned backbone must be a GatedResNet, GatedResNetV1c, GatedResNetV1d or SlimResNet to be saved, got a '
             f'{type(backbone).__name__}.')
     args = {k: v for k, v in backbone.resnet_args.items() if k not in ('init_cfg', 'pretrained')}
     cfg = dict(args, inner_channels=inner_channels(backbone))
@@ -259,7 +257,7 @@ for _cls in (ResNet, BasicBlock, Bottleneck, GatedBasicBlock, GatedBottleneck):
 
 @trunk.register
 def _(model: ResNet) -> Trunk:
-    """What `timm_gated.accelerate` takes of mmseg's ResNets, gated or dense."""
+    """Layers of mmseg's ResNets, gated or dense, for `timm_gated.accelerate`."""
     stem = [model.stem] if model.deep_stem else [model.conv1, model.norm1, model.relu]
     stages = [(getattr(model, name), index in model.out_indices) for index, name in enumerate(model.res_layers)]
     return Trunk([*((module, False) for module in (*stem, model.maxpool)), *stages], tuple)

@@ -1,20 +1,19 @@
-"""Weights of timm models, and safetensors files, wherever mmengine takes a checkpoint
+"""Checkpoints for mmengine: weights of timm models, safetensors files, atomic writes
 
     init_cfg=dict(type='Pretrained', checkpoint='timm-gated://gated_resnet20.bas_c10')
 
-After the prefix comes what `timm.create_model` takes for a name: weights of this package by their tag (those inside the
-package need no network), `local-dir:FOLDER` or `hf-hub:OWNER/NAME`. They get the names of mmseg's backbones and lose
-their classifier. Nothing but tensors is read. Once a gated segmentor is built, files that end in `.safetensors` are
-taken as they are, like a `.pth`.
+The prefix is followed by a name for `timm.create_model`: model and tag of this package (packaged weights need no
+network), `local-dir:FOLDER` or `hf-hub:OWNER/NAME`. Parameters are renamed to those of mmseg's backbones, and the
+classifier is dropped. Once a gated segmentor is built, paths that end in `.safetensors` load unchanged, like a `.pth`.
+Only tensors are read.
 
-mmengine writes a checkpoint in place, and writes the last one again once it is known to be the best; killed then, a
-training could not be resumed. The file backend `timm_gated_local`, which our configs choose, writes files whole or not
-at all:
+mmengine writes checkpoints in place, and rewrites the last one if it is the best; a process killed meanwhile leaves a
+truncated file. The file backend `timm_gated_local`, set in our configs, writes files atomically:
 
     default_hooks = dict(checkpoint=dict(type='CheckpointHook', backend_args=dict(backend='timm_gated_local')))
 
-Once a gated segmentor is built, mmengine loads its own training checkpoints under torch's protection against code in
-them, and its errors over one that is cut short, or gone, have a note on those to go on from.
+Once a gated segmentor is built, mmengine can load its own training checkpoints although torch 2.6 and newer default to
+`weights_only=True`, and errors about a truncated or missing checkpoint list the complete ones to resume from.
 """
 import functools
 import os
@@ -45,15 +44,15 @@ from .convert import timm_to_mmseg
 __all__ = ['WholeFileBackend', 'extend_checkpoint_loader', 'load_from_safetensors', 'load_from_timm_gated']
 
 PREFIX = 'timm-gated://'
-# (mmengine matches prefixes as regular expressions; other places than this machine's have schemes of their own.)
+# mmengine matches prefixes as regular expressions. Remote files keep the loaders of their own schemes.
 _SAFETENSORS = r'(?!\S+://).+\.safetensors$'
 
-_ADVICE = 'A training that was killed goes on from the newest of its own by --resume --cfg-options load_from=PATH'
+_ADVICE = 'To resume a killed training from the newest one, use --resume --cfg-options load_from=PATH'
 
 
 @register_backend('timm_gated_local')
 class WholeFileBackend(LocalBackend):
-    """mmengine's files on this machine, each written whole or not at all; see `timm_gated.utils.new_file`."""
+    """mmengine's local file backend with atomic writes; see `timm_gated.utils.new_file`."""
 
     def put(self, obj: bytes, filepath: Union[str, Path]) -> None:
         mkdir_or_exist(os.path.dirname(filepath))
@@ -66,9 +65,9 @@ class WholeFileBackend(LocalBackend):
 
 @on_first_use
 def extend_checkpoint_loader() -> None:
-    """Make mmengine load its training checkpoints and safetensors files, and explain those that do not load.
+    """Let mmengine load its training checkpoints and safetensors files, and add advice to its errors.
 
-    The first gated segmentor does it, or the first backbone or hook of this package.
+    Called when the first segmentor, backbone or hook of this package is built.
     """
     load = CheckpointLoader.load_checkpoint.__func__
 
@@ -79,11 +78,11 @@ def extend_checkpoint_loader() -> None:
             with cut_explained(path, _ADVICE), history_allowed():
                 return load(cls, filename, *args, **kwargs)
         except FileNotFoundError as error:
-            if not filename:  # what mmengine reads from a last_checkpoint that it was about to write
+            if not filename:  # mmengine was killed before it wrote the content of last_checkpoint
                 error.add_note(
-                    f'There is no checkpoint to load: the name is empty. If this is --resume, the training was killed '
-                    f'while it wrote the file last_checkpoint in its work_dir, where the checkpoints are. {_ADVICE}.')
-            # mmengine removes a checkpoint before it writes the next: killed between, last_checkpoint names none.
+                    f'The name of the checkpoint is empty. With --resume, this means that the training was killed '
+                    f'while it wrote the file last_checkpoint in its work_dir, which holds the checkpoints. {_ADVICE}.')
+            # mmengine removes a checkpoint before it writes the next one, so last_checkpoint may name a missing file.
             elif '://' not in path and not os.path.exists(path):
                 with suppress(Exception):
                     error.add_note(others_beside(path, _ADVICE))
@@ -95,14 +94,14 @@ def extend_checkpoint_loader() -> None:
 
 @CheckpointLoader.register_scheme(prefixes=PREFIX)
 def load_from_timm_gated(filename: str, map_location: Any = None) -> Dict[str, torch.Tensor]:
-    """State dict of a backbone from the weights of a timm model.
+    """Load the weights of a timm model as the state dict of a backbone.
 
     Args:
-        filename: 'timm-gated://' and a name.
+        filename: Name of the weights, with the prefix 'timm-gated://'.
         map_location: Device of the tensors.
     """
     name = filename.removeprefix(PREFIX)
-    with explained(f"the weights '{name}' are not whole, or none"):
+    with explained(f"the weights '{name}' are incomplete or invalid"):
         state_dict = _read(name)
         rename_linear_head(state_dict)
         if not any(key.startswith('layer1.0.conv1.') for key in state_dict):
@@ -111,10 +110,10 @@ def load_from_timm_gated(filename: str, map_location: Any = None) -> Dict[str, t
 
 
 def load_from_safetensors(filename: str, map_location: Any = None) -> Dict[str, torch.Tensor]:
-    """State dict from a local safetensors file, as it is.
+    """Load a state dict from a local safetensors file.
 
     Args:
-        filename: Its path.
+        filename: Path of the file.
         map_location: Device of the tensors.
     """
     path = os.path.expanduser(filename)

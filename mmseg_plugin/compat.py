@@ -1,13 +1,13 @@
-"""What mmsegmentation needs to run on the newest torch and numpy, and on mmcv-lite
+"""Compatibility of mmsegmentation with recent torch and numpy, and with mmcv-lite
 
-Imported before anything of `mmseg`. Each item says which upstream change makes it unnecessary.
+Must be imported before `mmseg`. Each item names the upstream change that makes it unnecessary.
 
-1. mmcv-lite has no compiled operators, but `mmseg.models` imports `mmcv.ops`, which insists on them. A placeholder for
-   `mmcv._ext` lets the import pass; an operator that is really called says what to do. With a full mmcv the
-   placeholder stays away. Unnecessary once mmsegmentation (1.2.2) imports `mmcv.ops` only where it uses it.
-2. Since torch 2.6 `torch.load` unpickles nothing but tensors unless told otherwise, and mmengine cannot load its own
-   training checkpoints, which hold the log's history. While mmengine loads one, and once a gated segmentor is built,
-   the types of that history count as safe; the protection stays. Unnecessary once mmengine (0.10.7) declares them.
+1. mmcv-lite has no compiled operators, but `mmseg.models` imports `mmcv.ops`, which requires them. A placeholder for
+   `mmcv._ext` makes the import succeed; calling one of its operators raises an error. It is not used with the full
+   mmcv. Unnecessary once mmsegmentation (1.2.2) imports `mmcv.ops` only where it is used.
+2. Since torch 2.6 `torch.load` defaults to `weights_only=True`, and mmengine cannot load its own training checkpoints,
+   which contain the history of the log. Once a gated segmentor is built, the types of that history count as safe while
+   mmengine loads a checkpoint. Unnecessary once mmengine (0.10.7) declares them safe.
 """
 import importlib.machinery
 import importlib.util
@@ -26,7 +26,7 @@ __all__ = ['history_allowed', 'stand_in_for_compiled_ops']
 
 
 class _NoCompiledOps(types.ModuleType):
-    """Placeholder for `mmcv._ext`: every operator exists, and none can be called."""
+    """Placeholder for `mmcv._ext` whose operators raise an error when called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__'):
@@ -34,29 +34,29 @@ class _NoCompiledOps(types.ModuleType):
 
         def unavailable(*args: Any, **kwargs: Any) -> None:
             raise RuntimeError(
-                f"mmcv's compiled operator '{name}' was called, but mmcv-lite has none. Install the full mmcv in its "
-                f"place (pip uninstall mmcv-lite; mim install 'mmcv>=2.0.0,<2.2.0'), or choose a model without it.")
+                f"mmcv-lite does not have the compiled operator '{name}'. Replace it with the full mmcv (pip uninstall "
+                f"mmcv-lite; mim install 'mmcv>=2.0.0,<2.2.0'), or choose a model that does not use the operator.")
         return unavailable
 
 
 def stand_in_for_compiled_ops() -> bool:
-    """Put the placeholder in place where mmcv has no compiled operators; returns whether it is there."""
+    """Install the placeholder if mmcv has no compiled operators; return whether it is installed."""
     name = 'mmcv._ext'
     if name in sys.modules:
         return isinstance(sys.modules[name], _NoCompiledOps)
     if importlib.util.find_spec(name) is not None:
         return False
     placeholder = _NoCompiledOps(name)
-    # mmcv looks for a loader to tell whether it has operators: there is none, so it knows.
+    # mmcv looks for a loader to check whether it has compiled operators.
     placeholder.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
     sys.modules[name] = placeholder
     return True
 
 
 def _statistics_method(owner: Any, name: str) -> Any:
-    # A history names its methods by `getattr`, which as it is would open the door to any code.
+    # A pickled history refers to its methods by `getattr`; allowing any attribute would allow arbitrary code.
     if owner is not HistoryBuffer or name not in ('min', 'max', 'current', 'mean'):
-        raise pickle.UnpicklingError(f'refused to load: the checkpoint asks for the attribute {name!r} of {owner!r}.')
+        raise pickle.UnpicklingError(f'refused to load: the checkpoint refers to the attribute {name!r} of {owner!r}.')
     return getattr(owner, name)
 
 
@@ -64,7 +64,7 @@ _HISTORY: List[Any] = [
     HistoryBuffer,
     (_statistics_method, 'builtins.getattr'),
     (_statistics_method, '__builtin__.getattr'),
-    np.empty(0).__reduce__()[0],  # numpy's functions that make an array, and a scalar
+    np.empty(0).__reduce__()[0],  # numpy's constructors of arrays and scalars
     np.float64(0).__reduce__()[0],
     np.ndarray,
     np.dtype,
@@ -75,13 +75,13 @@ _lock = threading.RLock()
 
 @contextmanager
 def history_allowed() -> Iterator[None]:
-    """Let `torch.load` read what mmengine's checkpoints hold beside tensors: the history of the log, in numpy arrays.
+    """Let `torch.load` read the history of the log in mmengine's checkpoints, which consists of numpy arrays.
 
     Example:
         >>> with history_allowed():
         ...     checkpoint = torch.load('iter_4.pth')
     """
-    with _lock:  # or one thread would take away what another has just allowed
+    with _lock:  # safe_globals restores the previous list, which would undo what another thread has allowed
         allowed = torch.serialization.get_safe_globals()
         with torch.serialization.safe_globals([item for item in _HISTORY if item not in allowed]):
             yield

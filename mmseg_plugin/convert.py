@@ -1,7 +1,7 @@
-"""Weights across frameworks: timm's gated ResNets and mmseg's gated backbones
+"""Conversion of weights between timm's gated ResNets and mmseg's gated backbones
 
-Blocks and gates have the same names in both. What differs is the name of a deep stem, the classifier, which a backbone
-does not have, and the prefixes that a segmentor gives its backbone, and a timm model in a backbone has.
+Blocks and gates have the same names in both. The deep stem is renamed, the classifier is dropped, and the prefixes of
+the backbone in a segmentor and of the timm model in a backbone are removed.
 """
 import re
 from typing import Any, Dict, Mapping
@@ -12,10 +12,10 @@ StateDict = Dict[str, Any]
 
 
 def timm_to_mmseg(state_dict: Mapping[str, Any]) -> StateDict:
-    """State dict of an mmseg backbone from one of a timm ResNet, gated or dense.
+    """Convert the state dict of a timm ResNet, gated or dense, to that of an mmseg backbone.
 
     Args:
-        state_dict: Of a timm model.
+        state_dict: State dict of a timm model.
     """
     deep_stem = any(key.startswith('conv1.0.') for key in state_dict)
     out = {}
@@ -29,12 +29,12 @@ def timm_to_mmseg(state_dict: Mapping[str, Any]) -> StateDict:
 
 
 def mmseg_to_timm(state_dict: Mapping[str, Any]) -> StateDict:
-    """State dict of a timm ResNet, without its classifier, from one of an mmseg backbone or segmentor.
+    """Convert the state dict of an mmseg backbone or segmentor to that of a timm ResNet without classifier.
 
     Args:
-        state_dict: Of a backbone, or of a whole segmentor.
+        state_dict: State dict of a backbone or segmentor.
     """
-    for prefix in ('backbone.', 'timm_model.', 'model.'):  # (the last of timm's getter of features)
+    for prefix in ('backbone.', 'timm_model.', 'model.'):  # 'model.' is of timm's FeatureGetterNet
         if any(key.startswith(prefix) for key in state_dict):
             state_dict = {key[len(prefix):]: v for key, v in state_dict.items() if key.startswith(prefix)}
     return {re.sub(r'^stem\.', 'conv1.', re.sub(r'^stem\.7\.', 'bn1.', key)): v for key, v in state_dict.items()}

@@ -1,4 +1,4 @@
-"""CamVid: road scenes, small enough for a training on two cores
+"""CamVid: road scenes, small enough to train on two CPU cores
 
 Brostow, Fauqueur, Cipolla: Semantic object classes in video: A high-definition ground truth database (2009), in the
 usual split into 367 / 101 / 233 images of 480 x 360 pixels and eleven classes.
@@ -14,9 +14,9 @@ class CamVidDataset(BaseSegDataset):
     """CamVid with eleven classes. Label files hold the index of the class; 255 is ignored.
 
     Args:
-        img_suffix: Suffix of images.
-        seg_map_suffix: Suffix of label files.
-        **kwargs: As for mmseg's BaseSegDataset.
+        img_suffix: Suffix of the image files.
+        seg_map_suffix: Suffix of the label files.
+        **kwargs: Arguments of mmseg's BaseSegDataset.
     """
 
     METAINFO = dict(

@@ -1,4 +1,4 @@
-"""Hooks: schedules of the gate losses, and statistics of the gates
+"""Hooks: schedules of gate losses and statistics of gates
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 """
@@ -28,16 +28,16 @@ def _unwrap(model: nn.Module) -> Any:
 
 @HOOKS.register_module()
 class GateLossScheduleHook(Hook):
-    """Schedules the weight of one gate loss. Without this hook a weight is fixed.
+    """Schedule the weight of one gate loss. Without this hook the weight is constant.
 
-    The weight is a function of the runner's progress alone, so it is exact after a resume.
+    The weight depends only on the progress of the runner, so it is exact after resuming.
 
     Args:
-        loss_name: Of the gate loss.
-        schedule: 'linear_anneal', from the configured weight down to zero, or 'linear_warmup', from zero up to it.
+        loss_name: Name of the gate loss.
+        schedule: 'linear_anneal' (from the configured weight to zero) or 'linear_warmup' (from zero to it).
         begin: Iteration (or epoch) at which the change begins.
-        end: Iteration (or epoch) at which it ends.
-        by_epoch: Count epochs instead of iterations, in a training by epochs.
+        end: Iteration (or epoch) at which the change ends.
+        by_epoch: Whether `begin` and `end` are epochs, for an epoch-based training loop.
     """
 
     def __init__(self, loss_name: str, schedule: str, begin: float, end: float, by_epoch: bool = False) -> None:
@@ -58,8 +58,8 @@ class GateLossScheduleHook(Hook):
                 f"the model has no gate loss '{self.loss_name}' to schedule; it has: {', '.join(losses) or 'none'}.")
         if self.by_epoch and isinstance(getattr(runner, 'train_loop', None), IterBasedTrainLoop):
             raise ValueError(
-                f"the schedule of '{self.loss_name}' has by_epoch=True, but the training is by iterations, whose epoch "
-                f'stays 0: give begin and end in iterations, and by_epoch=False.')
+                f"the schedule of '{self.loss_name}' has by_epoch=True, but the training loop is iteration-based: set "
+                f'by_epoch=False, and begin and end in iterations.')
         self._loss = losses[self.loss_name]
         self._weight = self._loss.loss_weight
         first, last = (self.schedule(progress, self._weight, self.begin, self.end) for progress in (0, float('inf')))
@@ -69,7 +69,7 @@ class GateLossScheduleHook(Hook):
             f'{total}')
         if not first and last and not self.schedule(total - 1, self._weight, self.begin, self.end):
             runner.logger.warning(
-                f'{self.loss_name} will never be active: its schedule begins at {self.begin:g} and the training ends '
+                f'{self.loss_name} will never be active: its schedule begins at {self.begin:g}, but the training ends '
                 f'after {total} {unit}. Change begin and end of its GateLossScheduleHook.')
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
@@ -79,11 +79,11 @@ class GateLossScheduleHook(Hook):
 
 @HOOKS.register_module()
 class GateStatisticsHook(Hook):
-    """Logs, after every validation and test, how the gates behaved over the set.
+    """Log the behaviour of the gates after each validation and test.
 
-    That is their density, and the share of gates that are always on, conditional and always off, in all and by stage;
-    to the logger and to every visualisation backend. On several processes the sampler must be mmengine's DefaultSampler
-    (without shuffling), as in all of mmseg's configs.
+    Logs the density and the shares of gates that are always on, conditional and always off, overall and per stage, to
+    the logger and all visualisation backends. Distributed evaluation requires mmengine's DefaultSampler without
+    shuffling, as in mmseg's configs.
 
     Args:
         threshold: Share of images above which a gate counts as always on or always off.
@@ -96,7 +96,7 @@ class GateStatisticsHook(Hook):
 
     def before_val_epoch(self, runner: Runner) -> None:
         if not gates(_unwrap(runner.model)):
-            raise ValueError('GateStatisticsHook needs a model with gates, and this one has none.')
+            raise ValueError('GateStatisticsHook needs a model with gates, but the model has none.')
         self._statistics = GateStatistics()
 
     def after_val_iter(
@@ -108,7 +108,7 @@ class GateStatisticsHook(Hook):
         self._update(runner.model, runner.test_loop)
 
     def _update(self, model: nn.Module, loop: Any) -> None:
-        """Count the last batch, without the images that samplers repeat to give all processes the same number."""
+        """Count the last batch without the images that the sampler repeats to give all processes the same number."""
         rank, num_processes = get_dist_info()
         own = len(range(rank, len(loop.dataloader.dataset), num_processes))
         self._statistics.update(_unwrap(model), num_samples=own - self._statistics.num_samples)
@@ -123,7 +123,7 @@ class GateStatisticsHook(Hook):
     after_test_epoch = after_val_epoch
 
     def scalars(self) -> Dict[str, float]:
-        """Density and shares of gates, in all (`gates/…`) and by stage (`gates/layer1/…`)."""
+        """Density and shares of gates, overall (`gates/…`) and per stage (`gates/layer1/…`)."""
         found = (re.search(r'layer\d+\.', name) for name in self._statistics.open_share())
         scalars = {}
         for stage in ('', *sorted({match.group() for match in found if match})):

@@ -1,7 +1,7 @@
 """Gate losses as mmsegmentation losses
 
-Thin registered wrappers over `timm_gated`'s pure functions, with OpenMMLab's `loss_weight` and `loss_name`. They are
-listed under `gate_losses` of a gated segmentor (`mmseg_plugin.segmentors`), which calls them after its own losses.
+Registered wrappers of `timm_gated`'s loss functions with OpenMMLab's `loss_weight` and `loss_name`. They are listed in
+`gate_losses` of a gated segmentor (`mmseg_plugin.segmentors`), which adds them to its own losses.
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 """
@@ -19,11 +19,11 @@ __all__ = ['BatchShapingLoss', 'FeatureShapingLoss', 'L0Loss']
 
 
 class _GateLoss(nn.Module):
-    """Base of the wrappers.
+    """Base class of gate losses.
 
     Args:
         loss_weight: Weight of the loss; a `GateLossScheduleHook` changes it during training.
-        loss_name: Its key in the log, which must contain 'loss' to be part of the total.
+        loss_name: Key in the log. It must contain 'loss' to be part of the total.
     """
 
     gather_gates: bool = False
@@ -32,29 +32,29 @@ class _GateLoss(nn.Module):
         super().__init__()
         self.loss_weight = check_number(loss_weight, 'loss_weight', minimum=0)
         if 'loss' not in loss_name:
-            raise ValueError(f"loss_name must contain 'loss', to be part of mmengine's total, got '{loss_name}'.")
+            raise ValueError(f"loss_name must contain 'loss' to be part of mmengine's total, got '{loss_name}'.")
         self.loss_name = loss_name
 
     def attach(self, model: nn.Module) -> None:
-        """Get to know the segmentor, once it is built."""
+        """Attach the loss to the segmentor, once it is built."""
 
     def value(self, model: nn.Module) -> torch.Tensor:
-        """The loss before its weight, from the model's last forward pass."""
+        """Unweighted loss of the last forward pass."""
         raise NotImplementedError
 
     def forward(self, model: nn.Module) -> torch.Tensor:
-        learns = any(p.requires_grad for p in self.parameters())  # DDP waits for their gradients
-        if not self.loss_weight and not learns:
+        has_parameters = any(p.requires_grad for p in self.parameters())  # DDP waits for their gradients
+        if not self.loss_weight and not has_parameters:
             return next(model.parameters()).new_zeros(())
         return self.loss_weight * self.value(model)
 
 
 class _LogitLoss(_GateLoss):
-    """Base of the losses on the log-odds of all gates.
+    """Base class of losses on the log-odds of all gates.
 
     Args:
         loss_weight: Weight of the loss.
-        gather_gates: In a training on several processes, compute the loss over the gates of all of them.
+        gather_gates: Whether distributed training computes the loss over the batches of all processes.
         loss_name: Key in the log.
     """
 
@@ -63,7 +63,7 @@ class _LogitLoss(_GateLoss):
         self.gather_gates = gather_gates
 
     def logits(self, model: nn.Module) -> torch.Tensor:
-        """Log-odds of all gates, [N, gates]."""
+        """Log-odds of all gates, of shape [N, gates]."""
         logits = gate_logits(model)
         return gather_batch(logits) if self.gather_gates and self.training else logits
 
@@ -77,8 +77,8 @@ class BatchShapingLoss(_LogitLoss):
         prior: Prior of each gate: a name, or a dict with its `type`.
         reduction: 'sum' (the paper's text) or 'mean' over the gates.
         loss_name: Key in the log.
-        gather_gates: In a training on several processes, compute the loss over the batch of all of them, as one
-            process with the whole batch would. By default it is each process's own, as in the paper.
+        gather_gates: Whether distributed training computes the loss over the batches of all processes. By default each
+            process uses its own batch, as in the paper.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class L0Loss(_LogitLoss):
         loss_weight: Weight of the loss, the paper's gamma.
         reduction: 'mean' or 'sum' (the paper's formula) over the gates.
         loss_name: Key in the log.
-        gather_gates: As for batch shaping. L0 is a mean: it makes a difference only where processes have batches of
-            different sizes.
+        gather_gates: Whether distributed training computes the loss over the batches of all processes. This makes a
+            difference only if their sizes differ.
     """
 
     def __init__(
@@ -125,13 +125,13 @@ class L0Loss(_LogitLoss):
 
 @MODELS.register_module()
 class FeatureShapingLoss(_GateLoss):
-    """Batch shaping of any features of a segmentor.
+    """Batch shaping of the features of any modules of a segmentor.
 
     Args:
-        priors: From names of the segmentor's modules, such as `backbone.layer3`, to priors.
+        priors: Mapping from names of modules, such as `backbone.layer3`, to priors.
         loss_weight: Weight of the loss.
-        reduction: 'mean' or 'sum' over the channels of a feature; features are summed.
-        channel_dim: Dimension of the channels; the second of a map by default.
+        reduction: 'mean' or 'sum' over the channels of each feature; features are summed.
+        channel_dim: Dimension of the channels; 1 by default, -1 for tokens [N, L, C].
         loss_name: Key in the log.
     """
 

@@ -1,5 +1,5 @@
-"""What inference costs, as an mmengine metric"""
-from typing import Any, Dict, List, Optional, Sequence
+"""Inference cost as an mmengine metric"""
+from typing import Any, Dict, List, Sequence
 
 from mmengine.evaluator import BaseMetric
 from mmseg.registry import METRICS
@@ -9,25 +9,18 @@ __all__ = ['MACsMetric']
 
 @METRICS.register_module()
 class MACsMetric(BaseMetric):
-    """Average MACs of an image, absolute and as a share of the dense network, over the whole set.
+    """Average MACs per image over the dataset, absolute and relative to the dense network.
 
-    The counts travel with the data samples, from a gated segmentor; decode heads are included. Reported are `GMACs`,
-    `dense_GMACs` and `MACs_share` in percent.
-
-    Args:
-        collect_device: Where the results of several processes are gathered.
-        prefix: Prefix of the names.
+    Reports `GMACs`, `dense_GMACs` and `MACs_share` in percent, decode heads included. The segmentor counts them if its
+    config has `count_macs=True`. Arguments are those of mmengine's BaseMetric.
     """
-
-    def __init__(self, collect_device: str = 'cpu', prefix: Optional[str] = None) -> None:
-        super().__init__(collect_device=collect_device, prefix=prefix)
 
     def process(self, data_batch: Any, data_samples: Sequence[Dict[str, Any]]) -> None:
         for sample in data_samples:
             if 'macs' not in sample:
                 raise ValueError(
-                    'MACsMetric found a data sample without `macs`. They come from a segmentor of type '
-                    'GatedEncoderDecoder or GatedCascadeEncoderDecoder with count_macs=True.')
+                    'MACsMetric found a data sample without `macs`. Set model.count_macs=True in the config; the type '
+                    'of the model must be GatedEncoderDecoder or GatedCascadeEncoderDecoder.')
             self.results.append((sample['macs'], sample['dense_macs']))
 
     def compute_metrics(self, results: List[Any]) -> Dict[str, float]:

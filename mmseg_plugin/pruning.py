@@ -1,8 +1,7 @@
 """`prune_static` and `specialize` for segmentors
 
-As in `timm_gated.pruning`, with mmseg's loaders and pixel accuracy. An image belongs to every class that its label map
-shows. What `pruned_config` returns and the pruned weights are what mmseg's stock scripts need to test the result, or to
-train it on.
+As in `timm_gated.pruning`, with mmseg's loaders and pixel accuracy. An image belongs to every class in its label map.
+mmseg's scripts test or fine-tune the result with the config of `pruned_config` and the pruned weights.
 """
 import copy
 from pathlib import Path
@@ -23,6 +22,8 @@ from .backbones import GatedResNet, backbone_cfg
 
 __all__ = ['prune_static', 'pruned_config', 'save', 'specialize']
 
+_GATE_HOOKS = ('GateLossScheduleHook', 'GateStatisticsHook')
+
 
 def prune_static(
         model: nn.Module,
@@ -30,13 +31,13 @@ def prune_static(
         threshold: float = 0.99,
         eval_loader: Optional[Iterable[Any]] = None,
 ) -> Pruned:
-    """Remove the filters whose gate is off for more than a share of the data, and the gates that are on for more.
+    """Remove filters whose gate is always off and gates that are always on.
 
     Args:
-        model: A segmentor with a gated backbone of this package.
-        loader: A test loader of mmseg, whose pipeline has `LoadAnnotations`; the gates are judged by this data.
-        threshold: The share, in (0.5, 1].
-        eval_loader: Likewise, the data that the figures are measured on; `loader` by default.
+        model: Segmentor with a gated backbone of this package.
+        loader: Test loader of mmseg that classifies the gates. Its pipeline must have `LoadAnnotations`.
+        threshold: Share of images above which a gate counts as always off or always on, in (0.5, 1].
+        eval_loader: Test loader that the figures are measured on; `loader` by default.
     """
     num_classes = _num_classes(model)
 
@@ -54,17 +55,17 @@ def specialize(
         threshold: float = 0.99,
         eval_loader: Optional[Iterable[Any]] = None,
 ) -> Pruned:
-    """The sub-network that serves some of the classes, with a plain backbone and heads that know these classes only.
+    """Extract the sub-network for some of the classes, without gates and with heads for these classes only.
 
-    The gates are judged by the images that show one of the classes, and accuracy is that of the classes' pixels:
-    before, of the whole network with the choice restricted to them. To fine-tune it, train what `pruned_config` tells.
+    Only images that contain one of the classes are used. Accuracy is measured on the pixels of these classes, with the
+    predictions of the original network restricted to them. To fine-tune the result, train it with `pruned_config`.
 
     Args:
-        model: A segmentor with a gated backbone of this package.
-        loader: A test loader of mmseg, whose pipeline has `LoadAnnotations`; the gates are judged by this data.
-        classes: Labels of the classes, in the order that the outputs are to have.
-        threshold: Filters go whose gate is off for more than this share, in (0.5, 1].
-        eval_loader: Likewise, the data that the figures are measured on; `loader` by default.
+        model: Segmentor with a gated backbone of this package.
+        loader: Test loader of mmseg that classifies the gates. Its pipeline must have `LoadAnnotations`.
+        classes: Labels of the classes, in the order of the outputs.
+        threshold: Share of images above which a gate counts as always off, in (0.5, 1]. Its filter is removed.
+        eval_loader: Test loader that the figures are measured on; `loader` by default.
     """
     num_classes = _num_classes(model)
     classes = check_classes(classes, num_classes)
@@ -87,12 +88,12 @@ def specialize(
 
 
 def pruned_config(cfg: Config, model: Any, classes: Optional[Sequence[int]] = None) -> Config:
-    """The config of a segmentor after pruning.
+    """Config of a pruned segmentor.
 
     Args:
-        cfg: The config that it was built from.
-        model: The pruned segmentor.
-        classes: What it was specialised to, if it was: the data sets then have these classes.
+        cfg: Config of the original segmentor.
+        model: Pruned segmentor.
+        classes: Labels of a specialised segmentor, to which its datasets are restricted.
     """
     cfg = copy.deepcopy(cfg)
     cfg.model.backbone = backbone_cfg(model.backbone)
@@ -101,7 +102,8 @@ def pruned_config(cfg: Config, model: Any, classes: Optional[Sequence[int]] = No
     if isinstance(model.backbone, GatedResNet):
         return cfg
     cfg.model.gate_losses = []
-    cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks', []) if not str(hook['type']).startswith('Gate')]
+    cfg.custom_hooks = [
+        hook for hook in cfg.get('custom_hooks', []) if str(hook['type']).rpartition('.')[2] not in _GATE_HOOKS]
     if classes is not None:
         for head in ('decode_head', 'auxiliary_head'):
             for head_cfg in _listed(cfg.model.get(head)):
@@ -117,23 +119,23 @@ def pruned_config(cfg: Config, model: Any, classes: Optional[Sequence[int]] = No
 
 
 def save(model: nn.Module, cfg: Config, directory: Union[str, Path], classes: Optional[Sequence[int]] = None) -> None:
-    """Write a pruned segmentor as a new folder with `config.py` and `weights.pth`, for mmseg's scripts.
+    """Save a pruned segmentor as `config.py` and `weights.pth` in a new folder, for mmseg's scripts.
 
     Args:
-        model: The pruned segmentor.
-        cfg: The config that it was built from.
-        directory: The folder.
-        classes: What it was specialised to, if it was.
+        model: Pruned segmentor.
+        cfg: Config of the original segmentor.
+        directory: Path of the folder.
+        classes: Labels of a specialised segmentor.
     """
     cfg = pruned_config(cfg, model, classes)
-    cfg.load_from = str(Path(directory).resolve() / 'weights.pth')  # what train.py starts from
+    cfg.load_from = str(Path(directory).resolve() / 'weights.pth')  # train.py starts from these weights
     with new_folder(directory) as partial:
         cfg.dump(partial / 'config.py')
         torch.save({'state_dict': model.state_dict()}, partial / 'weights.pth')
 
 
 def _datasets(dataset: Any) -> List[Any]:
-    """The data sets of a config, also within those that repeat or join others."""
+    """Configs of the innermost datasets, inside wrappers such as RepeatDataset and ConcatDataset."""
     inner = [*_listed((dataset or {}).get('dataset')), *_listed((dataset or {}).get('datasets'))]
     return [found for each in inner for found in _datasets(each)] if inner else _listed(dataset)
 
@@ -150,7 +152,7 @@ def _listed(value: Any) -> List[Any]:
 
 
 def _heads(model: Any) -> List[Any]:
-    """Decode heads and auxiliary heads, of which a segmentor may have one or several."""
+    """All decode heads and auxiliary heads."""
     return [head for name in ('decode_head', 'auxiliary_head') for head in _modules(getattr(model, name, None))]
 
 
@@ -163,30 +165,30 @@ def _num_classes(model: Any) -> int:
 
 
 def _without_losses(model: Any) -> nn.Module:
-    """A segmentor without gates has nothing for the gate losses to look at."""
+    """Remove the gate losses of a segmentor that has no gates left."""
     if hasattr(model, 'gate_losses') and not gates(model):
         model.gate_losses = nn.ModuleList()
     return model
 
 
 def _check_head(head: Any) -> None:
-    """Refuse a head that knows its classes elsewhere than in its last layer."""
+    """Reject a head with parameters per class outside its last layer."""
     last = getattr(head, 'conv_seg', None)
     by_class = [
         name for name, parameter in head.named_parameters()
         if len(parameter) == head.num_classes and not name.startswith('conv_seg.')]
     if not isinstance(last, nn.Conv2d) or head.out_channels != head.num_classes or by_class:
         raise ValueError(
-            f'a {type(head).__name__} cannot be cut to some classes: its outputs are not those of its conv_seg alone.')
+            f'a {type(head).__name__} cannot be reduced to some classes: conv_seg alone does not define its outputs.')
 
 
 def _cut_head(head: Any, classes: Sequence[int]) -> None:
-    """Keep the outputs of some classes. In place."""
-    whole = head.conv_seg
-    head.conv_seg = nn.Conv2d(whole.in_channels, len(classes), 1).to(whole.weight)
+    """Keep the outputs of some classes, in place."""
+    full = head.conv_seg
+    head.conv_seg = nn.Conv2d(full.in_channels, len(classes), 1).to(full.weight)
     with torch.no_grad():
-        head.conv_seg.weight.copy_(whole.weight[list(classes)])
-        head.conv_seg.bias.copy_(whole.bias[list(classes)])
+        head.conv_seg.weight.copy_(full.weight[list(classes)])
+        head.conv_seg.bias.copy_(full.bias[list(classes)])
     head.num_classes = head.out_channels = len(classes)
     for loss in _modules(head.loss_decode):
         if isinstance(getattr(loss, 'class_weight', None), list):
@@ -194,7 +196,7 @@ def _cut_head(head: Any, classes: Sequence[int]) -> None:
 
 
 class _ImagesWith:
-    """The images of a loader that show one of some classes."""
+    """Loader of the images that contain one of some classes."""
 
     def __init__(self, loader: Iterable[Any], classes: Sequence[int]) -> None:
         self.loader = loader

@@ -1,8 +1,8 @@
-"""Segmentors that add gate losses to their own, and tell what each image cost
+"""Segmentors with gate losses and per-image MAC counts
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
-Gates are found by walking the modules, so any backbone with gates will do, stock `TIMMBackbone` included.
+Gates are collected from the module tree, so any backbone with gates works, including mmseg's `TIMMBackbone`.
 """
 from typing import Any, Dict, List, Sequence
 
@@ -23,12 +23,13 @@ class _GatedSegmentor(nn.Module):
 
     Args:
         gate_losses: Configs of the gate losses (`mmseg_plugin.losses`).
-        count_macs: Count the MACs of each image in inference, for `MACsMetric`: they are put into the metainfo of its
-            data sample, as `macs` and `dense_macs`, decode heads included. A compiled segmentor predicts eagerly then.
-        **kwargs: As for mmseg's segmentor.
+        count_macs: Whether `predict` counts the MACs of each image, as `MACsMetric` requires. They include the decode
+            heads and are stored as `macs` and `dense_macs` in the metainfo of the data sample. A compiled segmentor
+            then predicts eagerly.
+        **kwargs: Arguments of mmseg's segmentor.
     """
 
-    def __init__(self, *args, gate_losses: Sequence[Dict[str, Any]] = (), count_macs: bool = True, **kwargs) -> None:
+    def __init__(self, *args, gate_losses: Sequence[Dict[str, Any]] = (), count_macs: bool = False, **kwargs) -> None:
         install()
         super().__init__(*args, **kwargs)
         self.count_macs = count_macs
@@ -40,13 +41,13 @@ class _GatedSegmentor(nn.Module):
             loss.attach(self)  # type: ignore[operator]
 
     def loss(self, inputs: torch.Tensor, data_samples: Any) -> Dict[str, torch.Tensor]:
-        """As mmseg's, with the weighted gate losses, their weights and the density of open gates."""
+        """Compute mmseg's losses and the weighted gate losses; log their weights and the density of open gates."""
         losses = super().loss(inputs, data_samples)  # type: ignore[misc]
         with full_precision(inputs):
             for loss in self.gate_losses:
                 losses[loss.loss_name] = loss(self)
-                # A product, as of new_tensor(weight) the compiler would make a constant, and compile the graph anew
-                # whenever the weight moves. (The key has no 'loss' in it: mmengine adds up all that have.)
+                # A product: new_tensor(weight) would be a constant of the compiled graph, which would be recompiled
+                # whenever the weight changes. The key must not contain 'loss': mmengine sums all keys that do.
                 weight: Any = loss.loss_weight
                 losses[f'weight_{loss.loss_name}'.replace('loss_', '')] = weight * inputs.new_ones(())
         gather = self.training and any(loss.gather_gates for loss in self.gate_losses)
@@ -54,12 +55,12 @@ class _GatedSegmentor(nn.Module):
         return losses
 
     def predict(self, inputs: torch.Tensor, data_samples: Any = None) -> List[Any]:
-        """As mmseg's; each result knows its MACs."""
+        """Predict as mmseg does, and count the MACs of each image if `count_macs` is set."""
         if self.count_macs:
             return self._predict_counting(inputs, data_samples)
         return super().predict(inputs, data_samples)  # type: ignore[misc]
 
-    @torch.compiler.disable  # of a compiled graph there is nothing to count
+    @torch.compiler.disable  # operators inside a compiled graph cannot be counted
     def _predict_counting(self, inputs: torch.Tensor, data_samples: Any) -> List[Any]:
         with MacCounter(self, num_samples=len(inputs)) as counter:
             results = super().predict(inputs, data_samples)  # type: ignore[misc]

@@ -1,8 +1,8 @@
 """Gated timm models as mmsegmentation backbones
 
-mmseg's `TIMMBackbone` for the models of this package that are no ResNets of mmseg's: the CIFAR family, the rivals of
-channel gating. It differs in where weights come from. That is `init_cfg` alone, as for mmseg's own backbones, so that
-nothing is downloaded unless the config says so:
+mmseg's `TIMMBackbone` for the models of this package that mmseg has no ResNet for: the CIFAR family and the baselines
+of channel gating. Unlike `TIMMBackbone` it takes weights from `init_cfg` only, as mmseg's own backbones do, so nothing
+is downloaded unless the config asks for it:
 
     dict(type='TimmGatedBackbone', model_name='gated_resnet20',
          init_cfg=dict(type='Pretrained', checkpoint='timm-gated://gated_resnet20.bas_c10'))
@@ -24,16 +24,18 @@ __all__ = ['TimmGatedBackbone']
 
 @MODELS.register_module()
 class TimmGatedBackbone(TIMMBackbone):
-    """Features of a timm model.
+    """Feature extractor from a timm model.
 
-    The model has no objective of its own here: what gates are trained with are the segmentor's `gate_losses`.
+    The objective of the timm model is not used: gates are trained with the `gate_losses` of the segmentor.
 
     Args:
-        model_name: Name of the model without a tag, or, for its options, `local-dir:FOLDER` or `hf-hub:OWNER/NAME`.
-        out_indices: Features to hand out, counted as timm does, where 0 is the stem's; all of them by default.
-        output_stride: Stride of the last feature, if not the model's own: 1 or 2 for CIFAR, 8 or 16 for ImageNet.
-        in_channels: Channels of the images.
-        init_cfg: Where weights come from; those of a whole timm model will do.
+        model_name: Name of the model without a tag, or `local-dir:FOLDER` or `hf-hub:OWNER/NAME` to use the options
+            stored there.
+        out_indices: Indices of the features to return, as in timm (0 is the stem); all by default.
+        output_stride: Stride of the last feature; the model's own by default. CIFAR models are dilated for 1 and 2,
+            ImageNet models for 8 and 16.
+        in_channels: Number of image channels.
+        init_cfg: Source of the weights; checkpoints of complete timm models are accepted.
         **kwargs: Options of the model, such as `gate_bias`.
     """
 
@@ -52,7 +54,7 @@ class TimmGatedBackbone(TIMMBackbone):
             if kwargs.pop(option, None):
                 raise ValueError(
                     f"TimmGatedBackbone takes weights from init_cfg=dict(type='Pretrained', checkpoint=…) only, got "
-                    f'the option {option} (which a segmentor hands on: pretrained=None there turns it off).')
+                    f'the option {option}. If the segmentor passes it on, set pretrained=None there.')
         super().__init__(
             model_name,
             features_only=True,
@@ -70,7 +72,7 @@ class TimmGatedBackbone(TIMMBackbone):
             network, inner = network.model, f'{inner}model.'
         incoming = [key for key in state_dict if key.startswith(prefix)]
         if incoming and not any(key.startswith(inner) for key in incoming):
-            # Of a timm model, or of a backbone of mmseg: with what only a classifier has, and stages beyond the last.
+            # Weights of a timm model or of an mmseg backbone may include a classifier and stages that are not used.
             weights = mmseg_to_timm({key[len(prefix):]: state_dict.pop(key) for key in incoming})
             parts = tuple(f'{name}.' for name, child in network.named_children() if child.state_dict())
             weights = checkpoint_filter_fn({k: v for k, v in weights.items() if k.startswith(parts)}, network)

@@ -1,7 +1,7 @@
 """Conditional channel gated networks for timm
 
-Importing this package registers the gated models with timm. The first of them that is built lets timm's training tasks
-add gate losses; models without gates are trained and loaded as before.
+Importing this package registers the gated models with timm. When the first of them is built, timm's training tasks are
+extended to add gate losses. Models without gates are trained and loaded as before.
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 """

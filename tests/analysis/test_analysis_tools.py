@@ -96,7 +96,7 @@ def test_a_segmentor_with_a_truncated_checkpoint(tmp_path, capsys):
     checkpoint.write_bytes(b'PK')
     options = ['--mmseg-config', config, '--checkpoint', checkpoint, '--output', tmp_path / 'report']
     assert run_tool('analyze_gates', *options) == 1
-    assert f'{checkpoint} is cut short' in capsys.readouterr().err
+    assert f'{checkpoint} is truncated' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('change, message', [

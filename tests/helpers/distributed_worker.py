@@ -1,4 +1,4 @@
-"""One of the processes of test_distributed.py, started as by torchrun"""
+"""Worker process of test_distributed.py, started as by torchrun"""
 import copy
 import sys
 from pathlib import Path
@@ -21,9 +21,9 @@ from timm_gated.utils.distributed import gather_batch
 MODELS = {
     'gated_resnet20': dict(
         lam_epochs=(0, 2), gamma=0.1, gamma_epochs=(1, 3),
-        prior={'type': 'beta', 'learnable': True}),  # whose parameters DDP waits for, also where lambda is zero
+        prior={'type': 'beta', 'learnable': True}),  # DDP waits for its parameters even if lambda is zero
     'fbs_resnet20': dict(density=0.5, density_epochs=(0, 2)),  # a buffer that follows a schedule
-    'gaternet_resnet20': dict(),  # a network beside the network
+    'gaternet_resnet20': dict(),  # a separate gating network
     'skipnet_resnet38': dict(stage='hybrid', layers=(2, 2, 2)),  # gates that share a layer, and sampled decisions
 }
 EXPECTED = {
@@ -35,7 +35,7 @@ EXPECTED = {
 
 
 def train(name: str, rank: int) -> bool:
-    """Whether both processes end with the same parameters."""
+    """Check that both processes end with the same parameters."""
     torch.manual_seed(0)
     model = timm.create_model(name, **MODELS[name])
     before = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
@@ -43,7 +43,7 @@ def train(name: str, rank: int) -> bool:
     optimizer = create_optimizer_v2(task.get_trainable_module(), opt='sgd', lr=0.1, weight_decay=1e-4)
     task.prepare_distributed(device_ids=None)
 
-    torch.manual_seed(1 + rank)  # other data and other noise in each process
+    torch.manual_seed(1 + rank)  # different data and noise in each process
     for epoch in range(3):
         task.get_trainable_module().train()
         for step in range(2):
@@ -77,7 +77,7 @@ DENSITIES = ['gate_density', 'gate_density_eval']
 LOGGED = {
     'gated_resnet20': ['batch_shaping_loss', 'l0_loss', 'budget_loss', 'macs_share', *DENSITIES],
     'convnet_aig_resnet20': ['target_rate_loss', *DENSITIES],
-    'fbs_resnet20': ['saliency_loss'],  # of whose gates the same share is always open
+    'fbs_resnet20': ['saliency_loss'],  # its density is constant
     'gaternet_resnet20': ['sparsity_loss', *DENSITIES],
     'skipnet_resnet38': ['reinforce_loss', *DENSITIES],
 }
@@ -85,12 +85,12 @@ SMALL = dict(layers=(2, 2, 2), channels=(4, 4, 4), num_classes=4)
 
 
 def images(size: int) -> torch.Tensor:
-    """Of colours so different that gates decide differently."""
+    """Images of colours so different that gates decide differently."""
     return torch.randn(size, 3, 16, 16) + 3 * torch.randn(size, 3, 1, 1)
 
 
 def step(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, with_task: bool) -> Dict[str, Any]:
-    """Forward and backward, through DDP if that is what there is; each parameter is part of the graph in any case."""
+    """Forward and backward pass, through DDP if the model is wrapped. Every parameter is part of the graph."""
     task = ClassificationTask(model, torch.nn.CrossEntropyLoss(), verbose=False)
     if objectives(model)[0].gather_gates:
         task.prepare_distributed(device_ids=None)
@@ -106,12 +106,12 @@ def straight_through(logits: torch.Tensor) -> torch.Tensor:
 
 
 def check_gathering(name: str, sizes: Tuple[int, int], rank: int) -> None:
-    """Values and gradients of two processes are those of one process with the batches of both.
+    """Values and gradients of two processes equal those of one process with both batches.
 
-    Nothing may depend on the batch but the losses: norms use their running statistics, and gates decide without noise.
-    The mean of two task losses is that of both batches only if these are of the same size.
+    Only the losses may depend on the batch: norms use their running statistics, and gates decide without noise. The
+    mean of two task losses is that of both batches only if these have the same size.
     """
-    torch.manual_seed(5)  # of which no part of a batch is like the whole of it
+    torch.manual_seed(5)  # with this seed, no part of a batch resembles the complete batch
     one = shuffle(timm.create_model(name, **SMALL, **GATHERING[name]).double(), seed=3).train()
     for module in one.modules():
         if isinstance(module, _BatchNorm):
@@ -123,7 +123,7 @@ def check_gathering(name: str, sizes: Tuple[int, int], rank: int) -> None:
     own, both = copy.deepcopy(one), timm.create_model(name, gather_gates=True, **SMALL, **GATHERING[name])
     two = copy.deepcopy(one)
     for objective, option in zip(objectives(two), objectives(both), strict=True):
-        objective.gather_gates = option.gather_gates  # as the option of the model sets it
+        objective.gather_gates = option.gather_gates  # set by the model option
 
     x, y = images(sum(sizes)).double(), torch.arange(sum(sizes)) % 4
     mine, labels = x.split(sizes)[rank], y.split(sizes)[rank]
@@ -132,12 +132,12 @@ def check_gathering(name: str, sizes: Tuple[int, int], rank: int) -> None:
     by_itself = step(own, mine, labels, with_task)
     for key in LOGGED[name]:
         torch.testing.assert_close(result[key], expected[key])
-        assert not torch.allclose(by_itself[key], expected[key], rtol=1e-3), key  # what there is to gather
+        assert not torch.allclose(by_itself[key], expected[key], rtol=1e-3), key  # gathering matters
     for (parameter, p), q in zip(one.named_parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-7, atol=1e-10, msg=lambda m, n=parameter: f'{n}: {m}')
     assert all(p.grad.any() for n, p in two.named_parameters() if 'gate' in n)
 
-    # Where one process evaluates alone, nothing waits for the others.
+    # A process that evaluates alone does not wait for the others.
     if rank == 0:
         two.eval()
         step_in_evaluation = ClassificationTask(two, torch.nn.CrossEntropyLoss(), verbose=False)(mine, labels)
@@ -145,7 +145,7 @@ def check_gathering(name: str, sizes: Tuple[int, int], rank: int) -> None:
 
 
 def check_gathering_in_half_precision(dtype: torch.dtype, rank: int) -> None:
-    """Rows and their gradients travel as they are, and a step under autocast has the same losses in both processes."""
+    """Rows and gradients are exchanged exactly, and a step under autocast has the same losses in both processes."""
     torch.manual_seed(0)
     rows, weights = torch.randn(2, 5, 3).to(dtype)
     mine = rows.split((3, 2))[rank].clone().requires_grad_()
@@ -165,15 +165,15 @@ def check_gathering_in_half_precision(dtype: torch.dtype, rank: int) -> None:
 
 
 def check_statistics(rank: int) -> None:
-    """Seven images on two processes in batches of three: last batches are uneven, and one image is there twice."""
+    """Seven images on two processes in batches of three: the last batches are uneven, and one image is repeated."""
     torch.manual_seed(0)
     model = shuffle(timm.create_model('gated_resnet20', **SMALL)).eval()
     x, members = images(7), torch.eye(4).bool()[torch.arange(7) % 3]
-    whole, parts = GateStatistics(num_classes=4), GateStatistics(num_classes=4)
+    together, parts = GateStatistics(num_classes=4), GateStatistics(num_classes=4)
     macs = count_macs(model, x)
-    whole.update(model, members)
+    together.update(model, members)
 
-    mine = [*range(7), 0][rank::2]  # as timm's and mmengine's samplers do
+    mine = [*range(7), 0][rank::2]  # as by timm's and mmengine's samplers
     own, used = len(range(rank, 7, 2)), 0
     for batch in torch.tensor(mine).split(3):
         counted = own - parts.num_samples
@@ -182,12 +182,12 @@ def check_statistics(rank: int) -> None:
     parts.reduce(dist.all_reduce)
     dist.all_reduce(used)
 
-    assert parts.num_samples == whole.num_samples == 7 and 0 < whole.density() < 1
-    assert torch.equal(parts.samples_by_class, whole.samples_by_class)
+    assert parts.num_samples == together.num_samples == 7 and 0 < together.density() < 1
+    assert torch.equal(parts.samples_by_class, together.samples_by_class)
     for shares, expected in (
-            (parts.open_share(), whole.open_share()), (parts.open_share_by_class(), whole.open_share_by_class())):
+            (parts.open_share(), together.open_share()), (parts.open_share_by_class(), together.open_share_by_class())):
         assert all(torch.equal(shares[name].nan_to_num(2), share.nan_to_num(2)) for name, share in expected.items())
-    assert parts.counts() == whole.counts() and used == macs.per_sample.sum()
+    assert parts.counts() == together.counts() and used == macs.per_sample.sum()
 
     task = ClassificationTask(model, verbose=False)
     evaluator = task.create_evaluator(max_samples=own)
@@ -195,7 +195,7 @@ def check_statistics(rank: int) -> None:
         evaluator.update(model(x[batch]), batch % 3)
     metrics = evaluator.compute(distributed=True)
     torch.testing.assert_close(metrics['macs_share'], macs.share)
-    torch.testing.assert_close(metrics['gate_density'], whole.density())
+    torch.testing.assert_close(metrics['gate_density'], together.density())
 
 
 def main(output: Path) -> None:

@@ -1,7 +1,8 @@
-"""What tests/test_hostile.py does in a process of its own, whose memory and time are limited and in which nothing but
-reading is allowed: loads one mutation after the other in the working directory, and writes what came of each
+"""Load mutated files in a process that may only read, with limited memory and time. Used by tests/hub/test_hostile.py
 
-    python tests/hostile_worker.py KIND COUNT REPORT
+Loads one mutation after the other in the working directory and writes the outcomes to a report.
+
+    python tests/helpers/hostile_worker.py KIND COUNT REPORT
 """
 import argparse
 import importlib.util
@@ -25,13 +26,13 @@ from timm.task import ClassificationTask, resume_task_checkpoint
 import timm_gated
 from timm_gated.analysis import sources
 
-MEMORY = 2 << 30  # bytes that loading may take beside what the process has by then
-HANG = {signal.ITIMER_PROF: 20, signal.ITIMER_REAL: 600}  # seconds of the processor, and of waiting, for one mutation
+MEMORY = 2 << 30  # bytes that loading may allocate
+HANG = {signal.ITIMER_PROF: 20, signal.ITIMER_REAL: 600}  # seconds of CPU time and wall time per mutation
 FILES = {'config': 'config.json', 'safetensors': 'model.safetensors', 'pickle': 'weights.pth'}
 NET = dict(layers=(1, 1, 1), channels=(4, 8, 8))
 
 
-# What loading a file has no need of
+# Audit events that loading a file must not cause
 
 
 EVENTS = (
@@ -46,7 +47,7 @@ watching = False
 
 
 def watch(event: str, args: Any) -> None:
-    """Note and prevent, of the events that Python can be asked to report, those that loading has no need of."""
+    """Audit hook that records and prevents forbidden events."""
     if watching and (
             event.startswith(EVENTS) or event == 'open' and not may_open(args[0], args[2])
             or event == 'exec' and not args[0].co_filename.startswith((*CODE, '<frozen'))):
@@ -55,13 +56,13 @@ def watch(event: str, args: Any) -> None:
 
 
 def may_open(path: Any, flags: int) -> bool:
-    """Nothing is written, and nothing is read but code and the model's folder."""
+    """Only code and the model's folder may be read, and nothing may be written."""
     if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
         return False
     return isinstance(path, int) or os.path.abspath(os.fsdecode(path)).startswith((*CODE, os.getcwd()))
 
 
-# Ways in which a file is loaded
+# Ways to load a file
 
 
 def by_timm() -> nn.Module:
@@ -69,7 +70,7 @@ def by_timm() -> nn.Module:
 
 
 def by_tools() -> nn.Module:
-    """As timm's `checkpoint_path`."""
+    """Like `checkpoint_path` of timm."""
     args = argparse.Namespace(
         num_classes=None, in_chans=None, pretrained=False, model_kwargs=NET, use_ema=True, device='cpu')
     return sources.create_network('gated_resnet20', FILES['pickle'], args)
@@ -102,14 +103,15 @@ if importlib.util.find_spec('mmseg'):
 
 
 def judge(model: nn.Module, shapes: Dict[str, torch.Size], kind: str, load: Callable) -> str:
-    """A model is well-formed if its shapes are those of the whole one, and it runs.
+    """A model is well-formed if it has the shapes of the original and runs.
 
-    Another config describes another model, which need not run; but what we checked has the shapes of its weights.
+    A mutated config may describe another model, which need not run. If `check_pretrained` accepts it, its shapes must
+    be those of the weights.
     """
     if kind == 'config' and load is by_timm:
         return 'well-formed'
     found = {key: value.shape for key, value in model.state_dict().items()}
-    channels = found['conv1.weight'][1]  # timm fits a stem to any number of them
+    channels = found['conv1.weight'][1]  # timm adapts the stem to any number of channels
     if found != {**shapes, 'conv1.weight': torch.Size([4, channels, 3, 3])}:
         return f'of other shapes: {found}'
     if kind == 'config':
@@ -119,13 +121,13 @@ def judge(model: nn.Module, shapes: Dict[str, torch.Size], kind: str, load: Call
 
 
 def limit_time(limits: Dict[int, int]) -> None:
-    """The kernel ends the process once one of them is over."""
+    """Let the kernel end the process when a time limit is exceeded."""
     for timer, seconds in limits.items():
         signal.setitimer(timer, seconds)
 
 
 def main(kind: str, count: int, report: Path) -> None:
-    """Write two lines for each: what is about to be loaded, and what came of it."""
+    """Write two lines per mutation and way: the mutation before loading, and the outcome."""
     global watching
     file = Path(FILES[kind])
     good = file.read_bytes()

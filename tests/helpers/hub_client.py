@@ -1,4 +1,4 @@
-"""What tests/test_hub_remote.py does in a process of its own, where the client of the hub knows the tests' server"""
+"""Functions that tests/hub/test_hub_remote.py runs in a process whose hub client is connected to the test server"""
 from pathlib import Path
 from typing import Any, List, Optional
 
@@ -6,27 +6,25 @@ import huggingface_hub.constants
 import timm
 import torch
 import torch.nn as nn
-from nets import shuffle
+from models import create, images
 
 import timm_gated
 
 
 def begin() -> None:
-    """Called first in that process."""
-    huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 1 << 16  # small files come in pieces too
+    """Initialize the process."""
+    huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 1 << 16  # download small files in several chunks
 
 
 def make(seed: int = 0, **kwargs) -> nn.Module:
-    """A small network, whose gates decide differently for different images."""
-    torch.manual_seed(seed)
-    return shuffle(timm.create_model('gated_resnet20', **dict(dict(layers=(1, 1, 1)), **kwargs)), seed).eval()
+    """Small network whose gates decide differently for different images."""
+    return create('gated_resnet20', seed, **dict(dict(layers=(1, 1, 1)), **kwargs)).eval()
 
 
 @torch.no_grad()
 def run(model: nn.Module) -> List[torch.Tensor]:
     """Output and decisions of all gates for some images."""
-    images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    return [model(images), *(gate.decision for _, gate in timm_gated.gates(model))]
+    return [model(images(batch=8)), *(gate.decision for _, gate in timm_gated.gates(model))]
 
 
 def push(repo_id: str, seed: int = 0, **kwargs) -> str:
@@ -37,14 +35,14 @@ def push_folder(folder: Path, repo_id: str, **kwargs) -> str:
     return timm_gated.push_to_hub(folder, repo_id, **kwargs).oid
 
 
-def create(repo_id: str, **kwargs) -> List[Any]:
-    """Stock timm: what the model of the hub computes (as lists, which need no shared memory to get back)."""
+def run_from_hub(repo_id: str, **kwargs) -> List[Any]:
+    """Outputs of a model that timm loads from the hub, as lists, which can be sent between processes."""
     model = timm.create_model(f'hf-hub:{repo_id}', pretrained=True, **kwargs).eval()
     return [tensor.tolist() for tensor in run(model)]
 
 
 def snapshot_folder(repo_id: str, snapshot_dir: str) -> Optional[str]:
-    """The folder that a model of the hub would write to, if the user asks for one."""
+    """Snapshot folder of a model that timm loads from the hub with this option."""
     model: Any = timm.create_model(f'hf-hub:{repo_id}', pretrained=True, snapshot_dir=snapshot_dir)
     return str(model.gate_losses.snapshots.folder)
 

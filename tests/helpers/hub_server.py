@@ -1,7 +1,7 @@
-"""A hub on this machine: as much of its HTTP interface as the client of Hugging Face uses to push and to pull models
+"""Local hub server with the part of the HTTP interface that the Hugging Face client uses to push and pull models
 
-Repositories live in memory; every commit keeps all files, as bytes. Files are regular ones (JSON, Markdown) or LFS. A
-test may damage what is sent next, through `Hub.faults`.
+Repositories are kept in memory; every commit has all files, as bytes. JSON and Markdown files are regular files, all
+others are LFS files. Tests can damage responses through `Hub.faults`.
 """
 import base64
 import hashlib
@@ -39,14 +39,17 @@ class Repository:
 
 @dataclass
 class Hub:
-    """What the server has and does.
+    """State of the server.
 
     Attributes:
-        repositories: By OWNER/NAME.
-        faults: For the next downloads of a file, by its name: a fault each. `cut` sends half and hangs up, `error` is
-            status 500, `flip` changes the last byte, `short` leaves it away. Under `info`: for the next questions about
-            a repository, of which `cut` hangs up. Under `upload`: for the next uploads, which an `error` refuses.
-        requests: Method and path of every request, and the bytes that it asked for.
+        url: Address of the server.
+        repositories: Repositories by OWNER/NAME.
+        faults: Faults of the next downloads of a file, by its name. `cut` sends half and closes the connection, `error`
+            is status 500, `flip` changes the last byte, `short` omits it. Key `info`: faults of the next requests for
+            repository info, where `cut` closes the connection. Key `upload`: faults of the next uploads, where `error`
+            refuses the upload.
+        requests: Method, path and byte range of every request.
+        uploads: Uploaded LFS files by their checksum.
     """
     url: str = ''
     repositories: Dict[str, Repository] = field(default_factory=dict)
@@ -125,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
         repo_id = f'{asked.get("organization") or "me"}/{asked["name"]}'
         if repo_id in self.hub.repositories:
             return self.reply({'error': 'You already created this model repo', 'url': f'{self.hub.url}/{repo_id}'}, 409)
-        private = asked.get('visibility') == 'private' or bool(asked.get('private'))  # (which older clients send)
+        private = asked.get('visibility') == 'private' or bool(asked.get('private'))  # `private` in older clients
         self.hub.repositories[repo_id] = repository = Repository(private=private)
         repository.commit({'.gitattributes': b'*.safetensors filter=lfs\n'})
         self.reply({'url': f'{self.hub.url}/{repo_id}', 'name': repo_id, 'id': '1'})
@@ -243,7 +246,7 @@ ROUTES = [
 
 @contextmanager
 def serve() -> Iterator[Hub]:
-    """A hub on a free port of the loopback interface, as long as the context lasts."""
+    """Context with a hub on a free port of the loopback interface."""
     hub = Hub()
     server = ThreadingHTTPServer(('127.0.0.1', 0), type('HubHandler', (Handler,), {'hub': hub}))
     hub.url = f'http://127.0.0.1:{server.server_address[1]}'

@@ -1,4 +1,4 @@
-"""Trainings in processes of their own that are killed"""
+"""Run trainings in separate processes and kill them"""
 import random
 import resource
 import signal
@@ -8,18 +8,17 @@ from typing import Any, Callable, List, NamedTuple, Optional
 import torch
 from forked import CONTEXT, start
 
-# A training that is to be killed from outside goes on for no more reports than these: however fast a machine is, it
-# does not get to its end before.
+# Limit of the reports of a training before it is killed, so that it cannot finish first on a fast machine.
 REPORTS_WITHIN_DELAY = 2
 
 
 class Kill(NamedTuple):
-    """When to kill a training.
+    """Time at which a training is killed.
 
     Attributes:
-        steps: Reports of the training after which it is due.
-        delay: Seconds until then, for one from outside (SIGKILL).
-        size: Bytes after which the next file to grow so large is cut, if the kernel is to do it (SIGXFSZ).
+        steps: Number of reports of the training before the kill.
+        delay: Seconds after the last report, for a kill by another process (SIGKILL).
+        size: Size in bytes at which the next growing file is truncated, for a kill by the kernel (SIGXFSZ).
     """
     steps: int
     delay: float = 0.
@@ -27,13 +26,13 @@ class Kill(NamedTuple):
 
 
 class Life(NamedTuple):
-    """What a training reported until its end, and how it ended: 0, or minus the signal that killed it."""
+    """Reports and exit code of a training: 0, or minus the signal that killed it."""
     reports: List[Any]
     exitcode: int
 
 
 def random_kills(seed: int, number: int, max_steps: int, max_delay: float, sizes: range) -> List[Kill]:
-    """Kills of both kinds in turns: at a random time after a random step, and within the first file written then."""
+    """Kills of alternating kinds: at a random time after a random step, and during the next write of a file."""
     rng = random.Random(seed)
     return [
         Kill(rng.randint(0, max_steps), size=rng.choice(sizes)) if index % 2 else
@@ -41,7 +40,7 @@ def random_kills(seed: int, number: int, max_steps: int, max_delay: float, sizes
 
 
 def live(train: Callable, *args: Any, kill: Optional[Kill] = None) -> Life:
-    """Run `train(report, *args)` in a process of its own, until it ends or is killed."""
+    """Run `train(report, *args)` in a separate process until it ends or is killed."""
     receiver, sender = CONTEXT.Pipe(duplex=False)
     process = start(_run, train, sender, kill, *args)
     sender.close()
@@ -52,7 +51,7 @@ def live(train: Callable, *args: Any, kill: Optional[Kill] = None) -> Life:
                 time.sleep(kill.delay)
                 process.kill()
             reports.append(receiver.recv())
-    except EOFError:  # it is over
+    except EOFError:  # the process has ended
         process.join()
     finally:
         process.kill()
@@ -80,10 +79,10 @@ def _run(train: Callable, sender: Any, kill: Optional[Kill], *args: Any) -> None
 
 
 def _cut_files_at(size: int) -> None:
-    """Have the kernel end this process where a file would grow beyond this size, like a kill within a write."""
+    """Make the kernel kill this process when a file grows beyond this size, as if killed during a write."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python would go on with an error
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python would raise an error instead
 
 
 def was_killed(life: Life) -> bool:
@@ -91,7 +90,7 @@ def was_killed(life: Life) -> bool:
 
 
 def assert_equal(mine: Any, other: Any, where: str = '') -> None:
-    """To the last bit."""
+    """Assert bitwise equality."""
     if isinstance(other, dict):
         assert mine.keys() == other.keys(), where
         for key in other:

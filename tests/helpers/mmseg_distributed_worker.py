@@ -1,6 +1,6 @@
-"""One of the processes of test_mmseg_scripts.py, started as by torchrun
+"""Process of the distributed test in test_mmseg_scripts.py, started as torchrun does
 
-mmengine's launcher wants a GPU, so the process group is made here.
+mmengine's launcher requires a GPU, so the process group is created here.
 """
 import json
 import os
@@ -28,7 +28,7 @@ def checksum(model: torch.nn.Module) -> float:
 
 
 def build(task_weight: float, **options: Any) -> torch.nn.Module:
-    """A segmentor in which nothing depends on the batch but the losses: norms have statistics, gates no noise."""
+    """A segmentor whose losses alone depend on the batch: norms in evaluation mode, gates without noise."""
     torch.manual_seed(0)
     head = dict(TINY['decode_head'], loss_decode=dict(type='CrossEntropyLoss', loss_weight=task_weight))
     shaping = dict(type='BatchShapingLoss', loss_weight=0.3, prior=dict(type='beta', learnable=True), **options)
@@ -49,9 +49,9 @@ def train_step(model: torch.nn.Module, samples: List[Dict[str, Any]]) -> Dict[st
 
 
 def check_gathering(sizes: Tuple[int, int]) -> None:
-    """A step of two processes is that of one with the images of both: what is logged, and all parameters after it.
+    """A step of two processes equals one step on the images of both: logged values and updated parameters.
 
-    The mean of two task losses is that of all images only where both processes have as many; it is 0 elsewhere.
+    The task loss has weight 0 if the batch sizes differ, as its mean over processes is then not that over images.
     """
     task_weight = float(sizes[0] == sizes[1])
     one, two, own = build(task_weight), build(task_weight, gather_gates=True), build(task_weight)
@@ -63,7 +63,7 @@ def check_gathering(sizes: Tuple[int, int]) -> None:
     by_itself = train_step(own, mine)
     for key in ('loss_batch_shaping', 'loss_l0', 'gate_density', 'gate_density_eval'):
         torch.testing.assert_close(found[key], expected[key])
-        assert not torch.allclose(by_itself[key], expected[key], rtol=1e-3), key  # what there is to gather
+        assert not torch.allclose(by_itself[key], expected[key], rtol=1e-3), key  # the test would be vacuous
     for (name, p), q in zip(one.named_parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(q, p, rtol=1e-7, atol=1e-10, msg=lambda m, n=name: f'{n}: {m}')
         assert 'gate' not in name or not torch.equal(p, before[name]), name
@@ -80,10 +80,10 @@ def main(config: str, output: Path) -> None:
     cfg.train_cfg.max_iters = 2
     cfg.model_wrapper_cfg = dict(type='MMDistributedDataParallel', device_ids=None, broadcast_buffers=False)
     runner = Runner.from_cfg(cfg)
-    shuffle(runner.model)  # fresh gates would all stay open
+    shuffle(runner.model)  # freshly initialised gates would all be open
     before = checksum(runner.model)
     runner.train()
-    # Statistics of BN are each process's own: share those of the first before a common validation.
+    # Statistics of batch norms differ between processes: broadcast those of the first before validation.
     for buffer in runner.model.buffers():
         dist.broadcast(buffer, 0)
     metrics = {name: float(value) for name, value in runner.val_loop.run().items()}

@@ -1,4 +1,4 @@
-"""mmseg's own train.py, as it is, by a config whose data and noise are seeded by the iteration"""
+"""Runs mmseg's train.py with data and noise that are seeded per iteration"""
 import runpy
 import sys
 import traceback
@@ -6,23 +6,23 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, Callable, Optional
 
-import mmseg
 import torch
 from forked import leave_configs_as_they_are
 from mmengine.hooks import Hook
 from mmseg.registry import HOOKS
+from mmseg_small import SCRIPTS
 
 import mmseg_plugin  # noqa: F401
 
-SCRIPT = Path(mmseg.__file__).parent / '.mim' / 'tools' / 'train.py'
+SCRIPT = SCRIPTS / 'train.py'
 _report: Optional[Callable] = None
 
 
 @HOOKS.register_module()
 class ReportHook(Hook):
-    """Seeds every iteration, and reports what it was: all that follows a schedule, and the loss."""
+    """Seed each iteration, and report its loss and scheduled values."""
 
-    priority = 'VERY_HIGH'  # reports come before checkpoints are written
+    priority = 'VERY_HIGH'  # report before checkpoints are written
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         torch.manual_seed(runner.iter)

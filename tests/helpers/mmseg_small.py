@@ -1,17 +1,21 @@
-"""A small version of the paper's segmentation experiment, for the tests of mmseg's machinery"""
+"""Small segmentors, and a small version of the paper's segmentation experiment"""
 from pathlib import Path
 from typing import Any, Dict, List
 
+import mmseg
 import numpy as np
 import torch
+from mmengine.config import ConfigDict
 from mmengine.structures import PixelData
+from mmseg.registry import MODELS
 from mmseg.structures import SegDataSample
 from paths import ROOT
 from PIL import Image
 
+SCRIPTS = Path(mmseg.__file__).parent / '.mim' / 'tools'  # mmseg's train.py and test.py
 BASE = ROOT / 'configs' / 'mmseg' / 'pspnet' / 'gated-pspnet_r50-d8_1xb6-150k_cityscapes-448x672.py'
 
-# The paper's config, with a small network on small images.
+# The paper's config with a small network and small images.
 CONFIG = """
 _base_ = [{base!r}]
 data_root = {data_root!r}
@@ -35,7 +39,8 @@ custom_hooks = [
     dict(type='GateLossScheduleHook', loss_name='loss_batch_shaping', schedule='linear_anneal', begin=0, end=4)]
 """
 
-# The least that has gates and both of their losses.
+LOSSES = [dict(type='BatchShapingLoss', loss_weight=0.2), dict(type='L0Loss', loss_weight=0.1)]
+# The smallest segmentor with gates and both gate losses.
 TINY: Dict[str, Any] = dict(
     type='GatedEncoderDecoder',
     backbone=dict(
@@ -44,23 +49,46 @@ TINY: Dict[str, Any] = dict(
     decode_head=dict(
         type='FCNHead', in_channels=8, in_index=2, channels=8, num_convs=0, concat_input=False, dropout_ratio=0.,
         num_classes=5, loss_decode=dict(type='CrossEntropyLoss')),
-    gate_losses=[dict(type='BatchShapingLoss', loss_weight=0.2), dict(type='L0Loss', loss_weight=0.1)])
+    gate_losses=LOSSES)
 
 
 def tiny_samples(count: int) -> List[Dict[str, Any]]:
-    """Images and labels for it, as a data set gives them."""
+    """Images and labels for `TINY`, as a dataset returns them."""
     generator = torch.Generator().manual_seed(0)
     samples = []
     for _ in range(count):
         labels = torch.randint(5, (1, 16, 16), generator=generator)
         sample = SegDataSample(metainfo=dict(img_shape=(16, 16)), gt_sem_seg=PixelData(data=labels))
-        colour = 3 * torch.randn(3, 1, 1, generator=generator)  # so different that gates decide differently
+        colour = 3 * torch.randn(3, 1, 1, generator=generator)  # different enough for gates to decide differently
         samples.append(dict(inputs=torch.rand(3, 16, 16, generator=generator) + colour, data_samples=sample))
     return samples
 
 
+def fcn_head(in_channels: int) -> Dict[str, Any]:
+    return dict(
+        type='FCNHead', in_channels=in_channels, in_index=3, channels=16, num_convs=1, num_classes=5, dropout_ratio=0.,
+        norm_cfg=dict(type='BN'), loss_decode=dict(type='CrossEntropyLoss'))
+
+
+def segmentor(backbone: Dict[str, Any], in_channels: int, **kwargs: Any) -> Any:
+    """A gated segmentor with an FCN head of five classes on the last of four feature maps."""
+    cfg = dict(
+        type='GatedEncoderDecoder', backbone=backbone, decode_head=fcn_head(in_channels), train_cfg=dict(),
+        test_cfg=dict(mode='whole'))
+    return MODELS.build(ConfigDict({**cfg, **kwargs}))
+
+
+def samples(count: int, size: int) -> List[SegDataSample]:
+    """Data samples with random labels of five classes for square images."""
+    shape = (size, size)
+    metainfo = dict(img_shape=shape, ori_shape=shape, pad_shape=shape, padding_size=[0, 0, 0, 0])
+    return [
+        SegDataSample(metainfo=metainfo, gt_sem_seg=PixelData(data=torch.randint(5, (1, *shape))))
+        for _ in range(count)]
+
+
 def write_config(folder: Path) -> Path:
-    """Make a data set of Cityscapes' layout (four training and three validation images) and a config that uses it."""
+    """Write a dataset in Cityscapes' layout (four training and three validation images) and a config for it."""
     data_root = folder / 'cityscapes'
     rng = np.random.default_rng(0)
     for split, count in (('train', 4), ('val', 3)):
@@ -68,7 +96,7 @@ def write_config(folder: Path) -> Path:
         images.mkdir(parents=True)
         labels.mkdir(parents=True)
         for i in range(count):
-            brightest = 255 * (i + 1) // count  # so that gates do not see the same average in all of them
+            brightest = 255 * (i + 1) // count  # so that the mean, which gates see, differs
             Image.fromarray(rng.integers(0, brightest, (64, 128, 3), dtype=np.uint8)).save(
                 images / f'town_{i:06d}_000000_leftImg8bit.png')
             Image.fromarray(rng.integers(0, 19, (64, 128), dtype=np.uint8)).save(

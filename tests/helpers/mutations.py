@@ -1,6 +1,6 @@
-"""Good files made hostile: damaged at random, and changed as somebody would who means harm
+"""Mutations of valid files: random damage and malicious changes
 
-Each function makes one mutation of a kind of file from a generator of random numbers, so a seed is a mutation.
+Each function makes one mutation from a random number generator, so that a seed determines a mutation.
 """
 import io
 import json
@@ -16,9 +16,9 @@ import torch
 
 from timm_gated.models._config import _REFUSED
 
-__all__ = ['MARKER', 'mutate']
+__all__ = ['MARKER', 'Call', 'mutate']
 
-MARKER = 'executed'  # the folder that code leaves in the working directory if it was run against our will
+MARKER = 'executed'  # folder that malicious code creates in the working directory when it is executed
 
 NUMBERS: Tuple[Any, ...] = (
     0, 1, -1, 2, 7, 1000, 10**5, 10**9, 10**12, 2**31, 2**63 - 1, 2**63, -2**63, 10**30, 10**400, 0.5, 1e-320, 1e308,
@@ -34,7 +34,7 @@ TEXTS = (
 
 def flip(rng: random.Random, data: bytes) -> bytes:
     changed = bytearray(data)
-    limit = min(rng.choice((64, 4096, len(data))), len(data))  # what says how the rest is read is often first
+    limit = min(rng.choice((64, 4096, len(data))), len(data))  # headers are often at the start
     for _ in range(rng.choice((1, 1, 2, 8, 64))):
         changed[rng.randrange(limit)] = rng.randrange(256)
     return bytes(changed)
@@ -45,16 +45,16 @@ def truncate(rng: random.Random, data: bytes) -> bytes:
 
 
 def splice(rng: random.Random, data: bytes) -> bytes:
-    """A piece of the file in another place, between what is there or instead of it."""
+    """Insert a piece of the file at another place, or overwrite that place with it."""
     start, at = rng.randrange(len(data)), rng.randrange(len(data))
     piece = data[start:start + rng.choice((0, 1, 8, 100, 5000))]
     return data[:at] + piece + data[at + rng.choice((0, len(piece), rng.randrange(200))):]
 
 
-# Values out of JSON
+# JSON values
 
 
-# A network as large as its config says is what timm builds, and nothing to try here.
+# Large sizes are excluded: timm builds any network that a config describes.
 SMALL_NUMBERS = tuple(number for number in NUMBERS if type(number) is not int or number <= 1000)
 
 
@@ -79,14 +79,14 @@ def nested(depth: int) -> Any:
 
 
 def places(value: Any) -> Iterator[Tuple[Any, Any]]:
-    """Every container in a value, with every key or index of it."""
+    """Yield every container in a value with each of its keys or indices."""
     for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
         yield value, key
         yield from places(value[key])
 
 
 def change_one(rng: random.Random, value: Any, numbers: Tuple[Any, ...] = SMALL_NUMBERS) -> None:
-    """Replace, rename or remove something at any depth. In place."""
+    """Replace, rename or remove an item at any depth. In place."""
     container, key = rng.choice(list(places(value)))
     how = rng.randrange(4)
     if how < 2 or isinstance(container, list):
@@ -141,13 +141,13 @@ def set_name(rng: random.Random, config: Any) -> None:
 
 
 def config_text(rng: random.Random, data: bytes) -> bytes:
-    """What is no longer what `json.dumps` would write."""
+    """Text that `json.dumps` would not write."""
     text = data.decode()
     numbers = ('NaN', '-Infinity', '1e999', '9' * 5000, '1' * 4000, '0x10', '010', '"10')
     return rng.choice((
         lambda: text.replace('10', rng.choice(numbers), 1),
         lambda: text.replace('[', '[' * rng.choice((2, 10**5)), 1),
-        lambda: text.replace('{', '{"model_args": {"layers": [1, 1, 1000000000]}, ', 1),  # twice the same key
+        lambda: text.replace('{', '{"model_args": {"layers": [1, 1, 1000000000]}, ', 1),  # a duplicate key
         lambda: rng.choice((' ', '\ufeff', '//', '\x00', '[]', 'null', '"x"', '3')) + rng.choice((text, '')),
         lambda: text.replace('"', '\\', 1), lambda: text + text, lambda: text.replace('_', rng.choice('-. ‿'), 3),
     ))().encode('utf-8')
@@ -164,7 +164,7 @@ def mutate_config(rng: random.Random, data: bytes) -> Tuple[str, bytes]:
     return how.__name__, json.dumps(config).encode()
 
 
-# safetensors: the length of a header, the header in JSON, and the numbers
+# safetensors: length of the header, JSON header, tensor data
 
 
 def mutate_safetensors(rng: random.Random, data: bytes) -> Tuple[str, bytes]:
@@ -191,7 +191,7 @@ def change_header(rng: random.Random, header: Dict[str, Any]) -> None:
 
 
 def change_tensor(rng: random.Random, header: Dict[str, Any]) -> None:
-    """A tensor of another type, of another shape over the same bytes, or at another place."""
+    """Change the type, shape or offsets of a tensor, or rename it."""
     names = [name for name in header if name != '__metadata__']
     name, other = rng.choice(names), rng.choice(names)
     entry = header[name]
@@ -212,11 +212,11 @@ def change_tensor(rng: random.Random, header: Dict[str, Any]) -> None:
         header[rng.choice((f'{name}x', *TEXTS))] = header.pop(name)
 
 
-# Pickles of torch: a zip file with a pickle, `data.pkl`, and the numbers of each tensor in a file of its own
+# torch.save: a zip file with a pickle, `data.pkl`, and one file per tensor
 
 
 class Call:
-    """Pickled, what it says is called when it is read."""
+    """Object whose pickle calls a function when it is loaded."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.call = function, args
@@ -226,7 +226,7 @@ class Call:
 
 
 def calls(rng: random.Random) -> Call:
-    """Something that must not be called, or not like this."""
+    """Call that loading must not execute, or with invalid arguments."""
     size, tensor = rng.choice(NUMBERS), torch.ones(4)
     storage, rebuild = tensor.storage(), torch._utils
     return rng.choice((
@@ -244,7 +244,7 @@ def calls(rng: random.Random) -> Call:
 
 
 def pickled_by_torch(rng: random.Random, data: bytes) -> bytes:
-    """The checkpoint, something in which is not what it should be."""
+    """Replace or add an item of the checkpoint."""
     checkpoint: Any = torch.load(io.BytesIO(data), weights_only=True)
     state_dict = checkpoint['state_dict']
     name = rng.choice(list(state_dict))
@@ -276,7 +276,7 @@ def odd_object(rng: random.Random) -> Any:
 def plain_pickle(rng: random.Random, data: bytes) -> bytes:
     try:
         return pickle.dumps({'state_dict': calls(rng)}, protocol=rng.randrange(6))
-    except Exception:  # (a few of them only torch can pickle)
+    except Exception:  # some of the calls can only be pickled by torch
         return pickle.dumps(Call(os.mkdir, MARKER))
 
 
@@ -294,7 +294,7 @@ def archived(files: List[Tuple[str, bytes]], compression: int = zipfile.ZIP_STOR
 
 
 def rezip(rng: random.Random, data: bytes) -> bytes:
-    """Files of the archive that are missing, twice there, elsewhere, of another length, or compressed."""
+    """Remove, duplicate, rename, resize, reorder or compress files of the archive."""
     files = entries(data)
     index = rng.randrange(len(files))
     name, content = files[index]
@@ -315,7 +315,7 @@ def rezip(rng: random.Random, data: bytes) -> bytes:
 
 
 def change_pickle(rng: random.Random, data: bytes) -> bytes:
-    """The pickle in the archive, damaged, or with another number, text, class or function in it."""
+    """Damage the pickle in the archive, or change a number, string, class or function in it."""
     files = entries(data)
     index = next(i for i, (name, _) in enumerate(files) if name.endswith('/data.pkl'))
     name, content = files[index]
@@ -346,7 +346,7 @@ def change_opcode(rng: random.Random, content: bytes) -> bytes:
     else:
         texts = (*TEXTS, '0', '999', 'cuda', 'meta', '../0')
         value = rng.choice([number for number in NUMBERS if type(number) is int] if kind is int else texts)
-        other = pickle.dumps(value, protocol=2)[2:-1]  # without its frame
+        other = pickle.dumps(value, protocol=2)[2:-1]  # without PROTO and STOP
     return content[:start] + other + content[end:]
 
 
@@ -362,11 +362,11 @@ _KINDS: Dict[str, Callable[[random.Random, bytes], Tuple[str, bytes]]] = {
 
 
 def mutate(kind: str, index: int, data: bytes) -> Tuple[str, bytes]:
-    """The mutation of a file by its number: how it was made, and the file.
+    """Mutate a file; returns the name of the mutation and the mutated file.
 
     Args:
-        kind: 'config', 'safetensors' or 'pickle'.
-        index: Its number.
-        data: The good file.
+        kind: Kind of the file: 'config', 'safetensors' or 'pickle'.
+        index: Number of the mutation, used as seed.
+        data: Content of the valid file.
     """
     return _KINDS[kind](random.Random(f'{kind} {index}'), data)

@@ -1,4 +1,4 @@
-"""Networks for the tests: with the values of a fresh initialisation many mistakes would not show."""
+"""Names of the gated models for parametrised tests, and random weights for them"""
 import re
 from contextlib import AbstractContextManager
 from typing import Set
@@ -12,7 +12,7 @@ from timm_gated import Gating, force_gates, gates, list_gated_models
 from timm_gated.models.fbs import SaliencyGate
 from timm_gated.models.gaternet import Gater
 
-# Every gated model of every method. A method that registers its models joins all tests that are parametrised by these.
+# Every gated model of every method. New methods join all tests that are parametrised by these names.
 GATED = list_gated_models()
 IMAGENET_DEPTHS = (18, 34, 50, 101, 152)
 
@@ -35,16 +35,16 @@ def is_bottleneck(name: str) -> bool:
 
 
 NOT_BIG = [name for name in GATED if depth(name) not in (101, 152, 110) and not name.endswith('_w20')]
-# The smallest model of each block and data set, of each method.
+# The smallest model of each method, data set and block.
 SMALL = sorted({
     (family(name), is_imagenet(name), is_bottleneck(name)): name for name in sorted(GATED, key=depth, reverse=True)
     if re.fullmatch(r'\w+_resnet\d+', name)}.values())
-ONE_EACH = sorted({family(name): name for name in SMALL}.values())  # and one of each method
-# The smallest model of each block of each method. (DGNet's networks are the paper's own, with another loss.)
+ONE_EACH = sorted({family(name): name for name in SMALL}.values())  # one model of each method
+# The smallest model of each method and block. DGNet is left out: its networks are those of the paper.
 BLOCKS = sorted({
     (family(name), is_bottleneck(name)): name for name in sorted(SMALL, key=is_imagenet, reverse=True)
     if family(name) != 'dgnet'}.values())
-# The same with few blocks and, where there are many, few channels: most tests need no more of a network.
+# Options that give these models few blocks and few channels.
 TINY = {
     name: dict(layers=(1, 1, 1, 1), channels=(16, 32, 64, 128)) if is_imagenet(name) else dict(layers=(1, 1, 1))
     for name in SMALL}
@@ -58,8 +58,7 @@ def is_binary(mask: torch.Tensor) -> bool:
     return set(mask.unique().tolist()) == {0., 1.}
 
 
-def dense_twin(name: str, **kwargs) -> nn.Module:
-    """The model without gates."""
+def dense_counterpart(name: str, **kwargs) -> nn.Module:
     if is_imagenet(name):
         return timm.create_model(f'resnet{depth(name)}', **kwargs)
     width = re.search(r'_w(\d+)$', name)
@@ -67,7 +66,7 @@ def dense_twin(name: str, **kwargs) -> nn.Module:
 
 
 def gating_keys(model: nn.Module) -> Set[str]:
-    """What the state dict of a gated model has beside that of its twin."""
+    """Keys that the state dict of a gated model has in addition to those of its dense counterpart."""
     return {
         f'{name}.{key}' for name, module in model.named_modules() if isinstance(module, Gating)
         for key in module.state_dict()}
@@ -75,7 +74,10 @@ def gating_keys(model: nn.Module) -> Set[str]:
 
 @torch.no_grad()
 def shuffle(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Give norms random affine parameters and statistics, and gates logits of both signs. In place."""
+    """Give norms random affine parameters and statistics, and gates logits of both signs. In place.
+
+    Initial values would hide many errors: norms are the identity and most gates are open.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(tensor: torch.Tensor, low: float, high: float) -> None:
@@ -90,12 +92,12 @@ def shuffle(model: nn.Module, seed: int = 0) -> nn.Module:
     for _, gate in gates(model):
         layers = [module for module in gate.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
         for layer in layers:
-            # (saliencies scale maps, block after block: large ones would overflow)
+            # Saliencies scale the maps in every block: large ones would overflow.
             bound = 1 / layer.in_features if isinstance(gate, SaliencyGate) else 1.
             uniform(layer.weight, -bound, bound)
         if layers:
             uniform(layers[-1].bias, -1., 1.)
-        if hasattr(gate, 'lstm'):  # its output layer is that of all gates, whose sign the bias would be
+        if hasattr(gate, 'lstm'):  # all gates share its output layer, so the bias would decide the sign of all
             layers[-1].bias.zero_()
             for parameter in gate.lstm.parameters():
                 uniform(parameter, -2., 2.)
@@ -108,7 +110,7 @@ def shuffle(model: nn.Module, seed: int = 0) -> nn.Module:
 
 @torch.no_grad()
 def without_gates(model: nn.Module) -> AbstractContextManager:
-    """Context in which a model is its dense twin: gates are open; saliencies, which scale, are 1 from now on."""
+    """Context in which a model equals its dense counterpart: gates are open. Saliencies stay 1 afterwards."""
     for _, gate in gates(model):
         if isinstance(gate, SaliencyGate):
             gate.fc.weight.zero_()
@@ -117,5 +119,5 @@ def without_gates(model: nn.Module) -> AbstractContextManager:
 
 
 def gate_loss(model: nn.Module) -> torch.Tensor:
-    """A loss on the logits that the gates keep."""
+    """Loss on the logits of the last forward pass."""
     return sum(torch.sigmoid(gate.logits).mean() for _, gate in gates(model))

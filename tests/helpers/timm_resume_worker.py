@@ -1,4 +1,4 @@
-"""A training by the seams of timm's train.py, call by call, whose data and noise are seeded by epoch and step"""
+"""A training with the calls of timm's train.py. Data and noise are seeded by epoch and step"""
 from pathlib import Path
 from typing import Any, Callable, Dict, Optional
 
@@ -12,18 +12,18 @@ from timm.utils import CheckpointSaver, NativeScaler
 
 from timm_gated import gates, objectives
 
-STEPS = 4  # of an epoch
-ACCUMULATED = 2  # to an update
-RECOVERY_INTERVAL = 3  # so that the next file is now this kind of checkpoint, now the other
+STEPS = 4  # per epoch
+ACCUMULATED = 2  # steps per update
+RECOVERY_INTERVAL = 3  # so that both kinds of checkpoints alternate
 
 
 def batch(seed: int):
-    torch.manual_seed(seed)  # for the noise of the gates as well
+    torch.manual_seed(seed)  # also seeds the noise of the gates
     return torch.randn(4, 3, 8, 8), torch.randint(10, (4,))
 
 
 def progress(task: Any, result: Dict[str, Any]) -> Dict[str, Any]:
-    """All that follows a schedule."""
+    """All scheduled values."""
     models = task.get_trainable_module(), task.get_trainable_module(ema=True)
     return dict(
         gate_epoch=task.gate_epoch,
@@ -34,7 +34,7 @@ def progress(task: Any, result: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def train(report: Callable, name: str, model_args: Dict[str, Any], folder: Path, resume: Optional[Path], epochs: int):
-    """The calls of train.py: scaled and accumulated gradients, EMA, a checkpoint an epoch, and recovery checkpoints."""
+    """The calls of train.py: scaled and accumulated gradients, EMA, checkpoints per epoch, recovery checkpoints."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     task: Any = ClassificationTask(

@@ -1,4 +1,4 @@
-"""Model cards, and the tool that writes them"""
+"""Model cards and tools/hub.py"""
 import json
 
 import pytest
@@ -25,7 +25,7 @@ def figures(model):
     return summary(record_classifier(model, loader, [str(index) for index in range(10)]))
 
 
-def test_what_was_measured(model, figures):
+def test_measured_figures(model, figures):
     card = model_card(model, figures, 'uoft-cs/cifar10', 'test', 'python train.py --lr 0.1')
     text = str(card)
     counts = '{always_on} always on, {conditional} conditional, {always_off} always off'.format(**figures)
@@ -49,13 +49,13 @@ def test_what_was_measured(model, figures):
     assert str(again.data) == str(card.data)
 
 
-def test_weights_that_come_with_the_package_are_loaded_by_their_tag(model, figures):
+def test_card_of_packaged_weights(model, figures):
     card = model_card(model, figures, 'uoft-cs/cifar10', tag='mine')
     assert "timm.create_model('gated_resnet20.mine', pretrained=True)" in str(card) and 'hf-hub' not in str(card)
     assert '\n# gated_resnet20.mine\n' in str(card) and card.data.model_name == 'gated_resnet20.mine'
 
 
-def test_what_was_not_measured_is_not_there(model, figures):
+def test_missing_figures_are_left_out(model, figures):
     text = str(model_card(model))
     assert 'Nothing else was measured' in text and '| parameters | ' in text and '## Training' not in text
     assert not any(word in text for word in ('accuracy', 'MACs', 'always on', 'model-index', 'datasets'))
@@ -100,7 +100,7 @@ def test_settings_of_a_training(model):
 
 @pytest.fixture
 def runs(model, figures, tmp_path):
-    """A folder as a training and an evaluation leave it."""
+    """Folder with the files of a training and an evaluation."""
     torch.save({'state_dict': model.state_dict()}, tmp_path / 'model_best.pth.tar')
     (tmp_path / 'args.yaml').write_text(yaml.safe_dump(dict(model='gated_resnet20', lr=0.1, data_dir=str(tmp_path))))
     (tmp_path / 'classes.txt').write_text(''.join(f'class {index}\n' for index in range(10)))
@@ -137,7 +137,7 @@ def test_tool_saves_and_describes(runs, model, figures, capsys):
     (['push', 'nowhere', 'me/model'], 'config.json does not exist'),
     (['save', '--output', 'new'], 'give --model'),
     (['save', '--model', 'gated_resnet20', '--checkpoint', 'none.pth', '--output', 'new'], 'no checkpoint at none.pth'),
-    (['save', '--model', 'gated_resnet20', '--checkpoint', 'cut.safetensors', '--output', 'new'], 'is cut short'),
+    (['save', '--model', 'gated_resnet20', '--checkpoint', 'cut.safetensors', '--output', 'new'], 'the disk was full'),
     (['save', '--model', 'local-dir:nowhere', '--output', 'new'], 'cannot be made'),
     (['pull', 'me/model', 'saved'], 'saved exists already'),
 ])

@@ -1,7 +1,7 @@
-"""Checkpoints and configs of strangers: mutations of each are loaded whole, or refused with an error
+"""Untrusted checkpoints and configs: each mutation is either loaded correctly or refused with an error
 
-Loading goes on in a process of its own (tests/hostile_worker.py), so that a crash, a hang or a huge allocation is seen,
-and told with the number of its mutation: `mutate(kind, number, good)` in tests/mutations.py makes it again.
+Files are loaded in another process (tests/helpers/hostile_worker.py), so that crashes, hangs and huge allocations are
+detected. `mutate(kind, number, good)` in tests/helpers/mutations.py reproduces a mutation by its number.
 """
 import builtins
 import errno
@@ -21,10 +21,10 @@ from timm_gated import save_pretrained
 from timm_gated.utils.files import explained
 
 COUNT = 200 * TIMES
-ERROR = tuple(  # names of Python's exceptions and of those of torch, safetensors, json and struct
+ERROR = tuple(  # exceptions of Python, torch, safetensors, json and struct
     f'{name}:' for name in (*vars(builtins), 'UnpicklingError', 'SafetensorError', 'JSONDecodeError', 'error'))
 
-# Our own ways raise nothing but a ValueError, which names the file. What timm and mmengine raise is theirs.
+# Functions of this package raise only a ValueError. timm and mmengine may raise any error.
 OURS = ('by_check',)
 
 
@@ -53,24 +53,24 @@ def test_mutations(kind, folder, tmp_path):
         if outcome != 'well-formed' and not outcome.startswith('ValueError:' if started[2] in OURS else ERROR)]
     assert not wrong, wrong[:10]
     loaded = sum(outcome == 'well-formed' for _, outcome in outcomes) / len(outcomes)
-    assert 0.01 < loaded < 0.5  # neither is everything refused, nor is there nothing to refuse
+    assert 0.01 < loaded < 0.5  # some mutations are harmless, most are not
 
 
 @pytest.mark.parametrize('kind', FILES)
-def test_a_number_is_a_mutation(kind, folder):
+def test_mutations_are_reproducible(kind, folder):
     if kind == 'pickle':
         use_pickle(folder)
     good = (folder / FILES[kind]).read_bytes()
     assert mutate(kind, 3, good) == mutate(kind, 3, good) and mutate(kind, 3, good) != mutate(kind, 4, good)
 
 
-# Errors over a file say so
+# Errors while a file is loaded
 
 
 @pytest.mark.parametrize('error', [
     FileNotFoundError('x'), ConnectionError('x'), HTTPError('x'), torch.OutOfMemoryError('x'), ValueError('x')])
-def test_errors_that_are_not_of_the_file(error):
-    with pytest.raises(type(error), match='^x$'), explained('the file is not whole'):
+def test_errors_that_are_not_explained(error):
+    with pytest.raises(type(error), match='^x$'), explained('the file is damaged'):
         raise error
 
 
@@ -78,7 +78,7 @@ def test_errors_that_are_not_of_the_file(error):
     KeyError('x'), EOFError('x'), RuntimeError('x'), MemoryError('x'), OSError(errno.EINVAL, 'x'),
     UnicodeDecodeError('utf-8', b'x', 0, 1, 'x')])
 def test_errors_that_are_explained(error):
-    with pytest.raises(ValueError, match=rf'^the file is not whole: .*x.* \({type(error).__name__}\)$') as raised:
-        with explained('the file is not whole'):
+    with pytest.raises(ValueError, match=rf'^the file is damaged: .*x.* \({type(error).__name__}\)$') as raised:
+        with explained('the file is damaged'):
             raise error
     assert raised.value.__cause__ is error

@@ -1,4 +1,4 @@
-"""Push and pull through the client of Hugging Face, against a server on this machine"""
+"""Push and pull with the Hugging Face client, against a local server"""
 import json
 import multiprocessing
 import os
@@ -10,6 +10,7 @@ import pytest
 import timm
 from hub_client import make, run
 from hub_server import CUT, ERROR, FLIP, READER, SHORT, WRITER, Repository, serve
+from mutations import Call
 from safetensors.torch import save
 
 from timm_gated import gates, save_pretrained
@@ -25,7 +26,7 @@ def hub():
 
 @pytest.fixture(scope='module')
 def client(hub, tmp_path_factory):
-    """Runs a function of `hub_client` in another process, whose hub is the server and whose cache is new."""
+    """Run a function of `hub_client` in another process that uses the test server and an empty cache."""
     env = dict(
         HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path_factory.mktemp('hf_home')), HF_TOKEN=WRITER, HF_HUB_DISABLE_XET='1',
         HF_HUB_DISABLE_TELEMETRY='1', HF_HUB_DISABLE_PROGRESS_BARS='1', OMP_NUM_THREADS='1', NO_PROXY='127.0.0.1')
@@ -44,13 +45,13 @@ def client(hub, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def pushed(hub, client):
-    """A repository with a model in it, and its commit."""
+    """Repository with a model, and its commit."""
     return 'me/pushed', client(hub_client.push, 'me/pushed')
 
 
 @pytest.fixture(scope='module')
 def unseen(client):
-    """Another one, of which nothing is in the client's cache."""
+    """Repository that is not in the client's cache."""
     client(hub_client.push, 'me/unseen')
     return 'me/unseen'
 
@@ -65,8 +66,13 @@ def lists(model):
     return [tensor.tolist() for tensor in run(model)]
 
 
+def local(folder):
+    """Outputs of a model that timm loads from a folder."""
+    return lists(timm.create_model(f'local-dir:{folder}', pretrained=True).eval())
+
+
 def put(hub, repo_id, model, tmp_path, **files):
-    """Put the folder of a model on the server, with other files in it, or without some."""
+    """Put the folder of a model on the server. Files can be replaced, or removed by None."""
     folder = save_pretrained(model, tmp_path / repo_id.replace('/', '_'))
     content = {path.name: path.read_bytes() for path in folder.iterdir()}
     content.update({name.replace('__', '.'): value for name, value in files.items()})
@@ -87,7 +93,7 @@ def test_pushed_and_loaded_by_timm(hub, client, pushed):
     ours = make()
     decisions = [gate.decision for _, gate in gates(ours)] if run(ours) else []
     assert any(0 < decision.mean() < 1 for decision in decisions)
-    assert client(hub_client.create, repo_id) == lists(ours)
+    assert client(hub_client.run_from_hub, repo_id) == lists(ours)
 
 
 def test_pulled(hub, client, pushed, tmp_path):
@@ -96,7 +102,7 @@ def test_pulled(hub, client, pushed, tmp_path):
     assert sorted(path.name for path in tmp_path.rglob('*')) == sorted([*FILES, 'folder', 'new'])
     assert {path.name: path.read_bytes() for path in folder.iterdir()}.items() <= (
         hub.repositories[repo_id].commits[commit].items())
-    assert lists(timm.create_model(f'local-dir:{folder}', pretrained=True).eval()) == lists(make())
+    assert local(folder) == lists(make())
     with pytest.raises(ValueError, match='exists already'):
         client(hub_client.pull, repo_id, folder)
 
@@ -124,8 +130,8 @@ def test_revisions(hub, client, tmp_path):
     assert first != second
     for revision, seed in ((first, 1), ('v1', 1), (second, 2), (None, 2)):
         folder = client(hub_client.pull, 'me/twice', tmp_path / str(revision), revision=revision)
-        assert lists(timm.create_model(f'local-dir:{folder}', pretrained=True).eval()) == lists(make(seed))
-    assert client(hub_client.create, 'me/twice@v1') == lists(make(seed=1))
+        assert local(folder) == lists(make(seed))
+    assert client(hub_client.run_from_hub, 'me/twice@v1') == lists(make(seed=1))
     third = client(hub_client.push, 'me/twice', seed=3, revision='v1')
     assert hub.repositories['me/twice'].branches == {'main': second, 'v1': third}
     with pytest.raises(OSError, match='Revision Not Found'):
@@ -133,25 +139,25 @@ def test_revisions(hub, client, tmp_path):
 
 
 def downloads(hub):
-    """Where the downloads of weights began."""
+    """Byte ranges of the requests for weights."""
     return [asked for method, path, asked in hub.requests if method == 'GET' and path.endswith('.safetensors')]
 
 
-def test_an_interrupted_download_goes_on(hub, client, unseen, tmp_path):
+def test_an_interrupted_download_is_resumed(hub, client, unseen, tmp_path):
     hub.faults['model.safetensors'] = [CUT, CUT]
     folder = client(hub_client.pull, unseen, tmp_path / 'folder')
     ranges = downloads(hub)
     assert len(ranges) == 3 and ranges[0] is None and all(asked.startswith('bytes=') for asked in ranges[1:])
-    assert lists(timm.create_model(f'local-dir:{folder}', pretrained=True).eval()) == lists(make())
+    assert local(folder) == lists(make())
 
 
 @pytest.mark.parametrize('name, faults, error, message', [
     ('model.safetensors', [CUT, ERROR], OSError, 'the disk is on fire'),
-    ('model.safetensors', [FLIP, FLIP], ValueError, r'me/unseen was damaged twice: model.safetensors is not'),
+    ('model.safetensors', [FLIP, FLIP], ValueError, r'me/unseen was damaged twice: model.safetensors \(checksum'),
     ('config.json', [FLIP, FLIP], ValueError, r'damaged twice: config.json'),
     ('README.md', [FLIP, FLIP], ValueError, r'damaged twice: README.md'),
     ('model.safetensors', [SHORT], OSError, 'Consistency check failed'),
-    ('info', [CUT], ConnectionError, 'the connection to the hub failed over me/unseen'),
+    ('info', [CUT], ConnectionError, 'the connection to the hub failed for me/unseen'),
 ])
 def test_a_failed_download_leaves_nothing(hub, client, unseen, tmp_path, name, faults, error, message):
     hub.faults[name] = list(faults)
@@ -159,17 +165,17 @@ def test_a_failed_download_leaves_nothing(hub, client, unseen, tmp_path, name, f
         client(hub_client.pull, unseen, tmp_path / 'folder')
     assert not hub.faults[name] and not any(tmp_path.iterdir())
     folder = client(hub_client.pull, unseen, tmp_path / 'folder')
-    assert lists(timm.create_model(f'local-dir:{folder}', pretrained=True).eval()) == lists(make())
+    assert local(folder) == lists(make())
 
 
 def test_a_damaged_cache_is_not_trusted(hub, client, tmp_path):
-    """timm's own way does not compare checksums: what it got wrong stays in the client's cache."""
+    """timm does not compare checksums, so that damaged files stay in the client's cache."""
     client(hub_client.push, 'me/cached')
     hub.faults['model.safetensors'] = [FLIP]
-    assert client(hub_client.create, 'me/cached')
+    assert client(hub_client.run_from_hub, 'me/cached')
     folder = client(hub_client.pull, 'me/cached', tmp_path / 'folder')
     assert len(downloads(hub)) == 2
-    assert lists(timm.create_model(f'local-dir:{folder}', pretrained=True).eval()) == lists(make())
+    assert local(folder) == lists(make())
 
 
 @pytest.mark.parametrize('token, status', [(READER, 403), ('hf_unknown', 401)])
@@ -184,9 +190,10 @@ def test_a_refused_push(hub, client, pushed, token, status):
 def test_a_failed_upload_commits_nothing(hub, client, pushed):
     repo_id, commit = pushed
     hub.faults['upload'] = [ERROR]
-    with pytest.raises(ConnectionError, match=r'the connection to the hub failed over me/pushed: (.|\n)*disk is full'):
+    with pytest.raises(ConnectionError, match=r'the connection to the hub failed for me/pushed: (.|\n)*disk is full'):
         client(hub_client.push, repo_id, seed=6)
-    assert hub.repositories[repo_id].branches['main'] == commit and client(hub_client.create, repo_id) == lists(make())
+    assert hub.repositories[repo_id].branches['main'] == commit
+    assert client(hub_client.run_from_hub, repo_id) == lists(make())
 
 
 def test_no_such_repository(client, tmp_path):
@@ -195,29 +202,22 @@ def test_no_such_repository(client, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-class Evil:
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.marker),)
-
-
-def test_pickles_are_not_fetched(hub, client, tmp_path):
+def test_pickles_are_not_downloaded(hub, client, tmp_path):
     marker = tmp_path / 'marker'
-    put(hub, 'me/pickle', make(), tmp_path, model__safetensors=None, pytorch_model__bin=pickle.dumps(Evil(marker)))
+    content = pickle.dumps(Call(os.mkdir, str(marker)))
+    put(hub, 'me/pickle', make(), tmp_path, model__safetensors=None, pytorch_model__bin=content)
     with pytest.raises(ValueError, match='me/pickle holds no model.safetensors'):
         client(hub_client.pull, 'me/pickle', tmp_path / 'folder')
     assert not any('pytorch_model' in path for _, path, _ in hub.requests) and not (tmp_path / 'folder').exists()
-    with pytest.raises(RuntimeError, match='weights_only=True blocked'):  # timm's own
-        client(hub_client.create, 'me/pickle')
+    with pytest.raises(RuntimeError, match='weights_only=True blocked'):  # by timm
+        client(hub_client.run_from_hub, 'me/pickle')
     assert not marker.exists()
 
 
 def test_a_config_does_not_say_where_files_go(hub, client, pushed, tmp_path):
     put(hub, 'me/writes', make(), tmp_path, config__json=config_with(snapshot_dir=str(tmp_path / 'written')))
     with pytest.raises(ValueError, match=r"the config of me/writes sets 'snapshot_dir' to"):
-        client(hub_client.create, 'me/writes')
+        client(hub_client.run_from_hub, 'me/writes')
     with pytest.raises(ValueError, match=r"me/writes/config.json sets 'snapshot_dir' to"):
         client(hub_client.pull, 'me/writes', tmp_path / 'folder')
     assert not (tmp_path / 'written').exists() and not (tmp_path / 'folder').exists()

@@ -1,4 +1,4 @@
-"""hubconf.py as torch.hub itself uses it"""
+"""hubconf.py, loaded by torch.hub"""
 import json
 import os
 import re
@@ -19,7 +19,7 @@ TRAINED = [name for name in entry_points() if is_model_pretrained(name)]
 
 
 def run(script: str, cwd: Path) -> dict:
-    """What a script prints as JSON, in a process that finds the package through torch.hub alone."""
+    """Run a script in a process that can import the package only through torch.hub; returns its JSON output."""
     env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'}
     env.update(OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1')
     done = subprocess.run(
@@ -55,7 +55,7 @@ def test_load(here, tmp_path):
 
 
 def test_list_and_help(tmp_path, monkeypatch):
-    """As of a repository that was downloaded."""
+    """For a downloaded repository."""
     monkeypatch.setattr('torch.hub.get_dir', lambda: str(tmp_path))
     (tmp_path / 'owner_name_main').symlink_to(ROOT)
     where = dict(skip_validation=True, trust_repo=True)

@@ -1,4 +1,4 @@
-"""What the paper tried beside its own: gates elsewhere in the block, gates before the ReLU, and a moving prior"""
+"""The paper's ablations: gates on other maps of the block, gates before the ReLU, and a changing prior"""
 import pytest
 import timm
 import torch
@@ -31,7 +31,7 @@ def test_open_gates_are_the_dense_network(name, kwargs):
 
 
 def test_what_each_map_is():
-    """Closed gates of the branch leave the shortcut; those of the input leave what the block makes of nothing."""
+    """Closed gates on the branch leave the shortcut; closed gates on the input leave the branch of a zero input."""
     torch.manual_seed(0)
     x = images(2, 8, 6, 6)
     block = GatedBasicBlock(8, 8, gated_maps=(2,)).eval()
@@ -60,7 +60,7 @@ def test_macs_by_hand():
 
 @pytest.mark.parametrize('before', [False, True], ids=['after', 'before'])
 def test_before_the_relu_a_closed_gate_feels_nothing(before):
-    """The values are the same; but a ReLU of zero passes nothing back, so that a closed gate cannot learn to open."""
+    """The values are equal, but the gradient of a ReLU at zero is zero, so a closed gate cannot learn to open."""
     torch.manual_seed(0)
     block = GatedBasicBlock(8, 8, gate_before_act=before)
     x = images(1, 8, 6, 6)
@@ -80,7 +80,7 @@ def test_accelerate():
     with torch.no_grad():
         torch.testing.assert_close(accelerate(model)(x), model(x), atol=1e-4, rtol=1e-4)
     for maps in ((0, 1), (1, 2)):
-        with pytest.raises(ValueError, match='gates switch its input or its output'):
+        with pytest.raises(ValueError, match='a gate masks its input or its output'):
             accelerate(timm.create_model('gated_resnet20', gated_maps=maps))
 
 
@@ -121,5 +121,5 @@ def test_prior_that_grows_sparser():
 
 @pytest.mark.parametrize('kwargs', [dict(prior_end='uniform'), dict(prior_epochs=(0, 4))])
 def test_a_moving_prior_needs_both(kwargs):
-    with pytest.raises(ValueError, match='prior_end and prior_epochs belong together'):
+    with pytest.raises(ValueError, match='prior_end and prior_epochs must be given together'):
         timm.create_model('gated_resnet20', **kwargs)

@@ -1,4 +1,4 @@
-"""The blocks that channel gates switch"""
+"""Gated residual blocks"""
 import pytest
 import torch
 import torch.nn as nn
@@ -9,7 +9,7 @@ from timm_gated.layers.gate import apply_gate
 
 
 def make_block(kind: str, inplanes: int = 16, planes: int = 8, stride: int = 1, **kwargs) -> nn.Module:
-    """A small gated block with a shortcut of its own where it needs one."""
+    """A small gated block, with a downsample layer where needed."""
     torch.manual_seed(0)
     block = {'basic': GatedBasicBlock, 'bottleneck': GatedBottleneck}[kind]
     out_channels = planes * block.expansion
@@ -31,7 +31,7 @@ def test_gate_reads_the_pooled_input_of_its_block(kind, stride):
         assert gate.fc1.in_features == 16 and gate.num_gates == 8, name
 
 
-def test_apply_gate_switches_whole_channels():
+def test_apply_gate_switches_channels():
     x, mask = torch.randn(2, 3, 4, 5), torch.tensor([[1., 0., 1.], [0., 0., 1.]])
     out = apply_gate(x, mask)
     for n in range(2):
@@ -85,7 +85,7 @@ def test_closed_filters_get_no_gradient(kind):
 
 @pytest.mark.parametrize('kind', ['basic', 'bottleneck'])
 def test_mask_is_applied_after_the_relu(kind):
-    """Before it, a closed gate would get no gradient, because ReLU passes none at zero."""
+    """Before the ReLU, a closed gate would get no gradient, since that of a ReLU at zero is zero."""
     block = make_block(kind, planes=4 if kind == 'bottleneck' else 16).train()
     out = block(torch.randn(32, 16, 6, 6))
     kept = [gate.logits for _, gate in gates(block)]

@@ -1,4 +1,4 @@
-"""The gates of a model: their names, and forcing them"""
+"""Names of the gates of a model, and forced gates"""
 import math
 
 import pytest
@@ -75,7 +75,7 @@ def test_force_masks(net, x, shape, convert):
 
 
 def test_masks_switch_the_map(net, x):
-    """A mask per image: each image as if alone with its own mask."""
+    """A mask per image gives the same output as each image alone with its mask."""
     net.eval()
     masks = {name: torch.randint(2, (3, gate.num_gates)) for name, gate in gates(net)}
     with force_gates(net, masks):

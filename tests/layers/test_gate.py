@@ -39,7 +39,7 @@ def test_sample_is_hard_forward_and_relaxed_backward(dtype):
     noisy = logits.detach() + uniform.log() - (1 - uniform).log()
     soft = 1 / (1 + torch.exp(-noisy / TAU))
     torch.testing.assert_close(logits.grad, upstream * soft * (1 - soft) / TAU, rtol=1e-3, atol=1e-6)
-    sure = noisy.abs() > 1e-4  # by hand the noise is rounded otherwise
+    sure = noisy.abs() > 1e-4  # the noise computed here is rounded differently
     assert sure.float().mean() > 0.99
     assert torch.equal(sample[sure], (noisy > 0).to(dtype)[sure])
     assert is_binary(sample)
@@ -71,7 +71,7 @@ def test_frequency_of_open_gates_is_the_sigmoid_of_the_logit():
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_extreme_logits_and_noise_give_finite_gradients(dtype, monkeypatch):
     logits = torch.tensor([-1e4, -50., 0., 50., 1e4], dtype=dtype).repeat(2, 1).requires_grad_()
-    # the ends of what rand_like may return
+    # smallest and largest values of rand_like
     monkeypatch.setattr(torch, 'rand_like', lambda x: torch.tensor([[0.], [1.]], dtype=x.dtype).expand_as(x))
     sample = binary_concrete(logits)
     sample.sum().backward()
@@ -96,13 +96,13 @@ def test_training_mask_is_exactly_binary(dtype):
 def test_autocast_keeps_logits_in_float32_and_masks_binary(dtype, training):
     gate = make_gate().train(training)
     x = torch.randn(256, 8).to(dtype)
-    twin = copy.deepcopy(gate)
-    twin(x.float())
+    copied = copy.deepcopy(gate)
+    copied(x.float())
     with torch.autocast('cpu', dtype=dtype):
-        assert nn.functional.linear(x, gate.fc1.weight).dtype == dtype  # autocast is at work
+        assert nn.functional.linear(x, gate.fc1.weight).dtype == dtype  # autocast is active
         mask = gate(x)
     assert gate.logits.dtype == torch.float32
-    torch.testing.assert_close(gate.logits, twin.logits)
+    torch.testing.assert_close(gate.logits, copied.logits)
     assert is_binary(mask) and is_binary(gate.decision)
 
 
@@ -157,7 +157,7 @@ def test_gradient_reaches_all_parameters(source):
     ((mask if source == 'mask' else gate.logits) * weight).sum().backward()
     for name, parameter in gate.named_parameters():
         assert parameter.grad.isfinite().all(), name
-        # (batch normalisation takes the mean away, and with it the gradient of the bias before it)
+        # Batch normalisation removes the mean, and with it the gradient of the bias before it.
         assert name == 'fc1.bias' or parameter.grad.abs().max() > 1e-3, name
 
 
@@ -238,16 +238,16 @@ def assert_same_model(model: nn.Module, other: nn.Module) -> None:
 
 
 def test_deepcopy_after_a_training_step(trained):
-    twin = copy.deepcopy(trained)
+    copied = copy.deepcopy(trained)
     assert gates(trained)[0][1].logits.requires_grad  # the original keeps its state
-    assert_same_model(trained, twin)
+    assert_same_model(trained, copied)
 
 
 def test_pickle_after_a_training_step(trained):
     assert_same_model(trained, pickle.loads(pickle.dumps(trained)))
 
 
-def test_torch_save_of_a_whole_model_after_a_training_step(trained):
+def test_torch_save_of_a_model_after_a_training_step(trained):
     file = io.BytesIO()
     torch.save(trained, file)
     file.seek(0)
@@ -255,10 +255,10 @@ def test_torch_save_of_a_whole_model_after_a_training_step(trained):
 
 
 def test_state_dict_after_a_training_step(trained):
-    twin = timm.create_model('gated_resnet20', num_classes=4)
-    assert list(trained.state_dict()) == list(twin.state_dict())
-    twin.load_state_dict(trained.state_dict())
-    assert_same_model(trained, twin)
+    copied = timm.create_model('gated_resnet20', num_classes=4)
+    assert list(trained.state_dict()) == list(copied.state_dict())
+    copied.load_state_dict(trained.state_dict())
+    assert_same_model(trained, copied)
 
 
 # Noise

@@ -1,4 +1,4 @@
-"""All precisions: losses are finite and gradients are numbers, whatever the logits; half precision skips no steps"""
+"""Losses and gradients are finite in all precisions and for all logits; half precision skips no steps"""
 from contextlib import nullcontext
 from typing import Any, Dict, Tuple
 
@@ -33,9 +33,9 @@ PRIORS = [
 
 
 def million_logits(dtype: torch.dtype) -> torch.Tensor:
-    """[1000, 1000]: common ones, all magnitudes up to the largest number, and single values in whole columns.
+    """Logits, [1000, 1000]: common ones, all magnitudes up to the largest number, and columns of a single value.
 
-    In half precision some of them become infinite, as they would in a network.
+    In half precision some become infinite, as in a network.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1000, 1000, generator=generator, dtype=torch.float64)
@@ -57,7 +57,7 @@ def test_a_million_logits(dtype):
     for name, loss in losses.items():
         assert loss.dtype == torch.promote_types(dtype, torch.float32)
         assert loss.isfinite().all(), name
-        grad, = torch.autograd.grad(2. ** 16 * loss.sum(), logits)  # a GradScaler's first scale
+        grad, = torch.autograd.grad(2. ** 16 * loss.sum(), logits)  # initial scale of a GradScaler
         assert grad.isfinite().all(), name
     torch.manual_seed(0)
     mask = binary_concrete(logits)
@@ -67,7 +67,7 @@ def test_a_million_logits(dtype):
 
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 def test_a_million_logits_of_every_method(dtype):
-    """All that is made of logits, which gates have in float32 or better: masks, and the losses on them."""
+    """Masks and their losses, from logits in float32 or float64."""
     logits = million_logits(dtype).detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
     torch.manual_seed(0)
     gate = SkipGate()
@@ -84,13 +84,13 @@ def test_a_million_logits_of_every_method(dtype):
         losses[f'{name} budget'] = budget_loss(formula.used({'gate': mask}), formula.dense, 0.3)
     for name, loss in losses.items():
         assert loss.isfinite(), name
-        grad, = torch.autograd.grad(2. ** 16 * loss, logits, retain_graph=True)  # a GradScaler's first scale
+        grad, = torch.autograd.grad(2. ** 16 * loss, logits, retain_graph=True)  # initial scale of a GradScaler
         assert grad.isfinite().all() and grad.any(), name
     assert (winners(logits, torch.tensor(300)).sum(1) == 300).all()
 
 
 SMALL: Dict[str, Any] = dict(layers=(2, 2, 2), channels=(8, 8, 8))
-# Every method, with all of its losses.
+# Every method, with all its losses.
 METHODS: Dict[str, Tuple[str, Dict[str, Any]]] = {
     'gated': ('gated_resnet20', dict(SMALL, gamma_epochs='fixed', budget=0.5)),
     'dgnet': ('dgnet_resnet18', dict(layers=(1, 1, 1, 1), channels=(8, 8, 8, 8), budget=0.5)),
@@ -105,14 +105,14 @@ METHODS: Dict[str, Tuple[str, Dict[str, Any]]] = {
 
 @torch.no_grad()
 def saturate(model: nn.Module) -> None:
-    """Give gates logits of 100 and of the largest numbers there are, of both signs, and infinite ones.
+    """Give gates logits of 100, of the largest finite numbers, and infinite ones, of both signs.
 
-    Saliencies, which scale maps, are 100 at most: the maps of infinite ones are no numbers.
+    Saliencies, which scale feature maps, are at most 100: infinite ones would give NaN.
     """
     gating = [module for module in model.modules() if isinstance(module, Gating) and module.state_dict()]
     for index, module in enumerate(gating):
         layer = next((getattr(module, name) for name in ('fc2', 'fc') if hasattr(module, name)), None)
-        if layer is None:  # (a recurrent gate after the first has no layer of its own)
+        if layer is None:  # recurrent gates after the first share its layer
             continue
         largest = 100 if isinstance(module, SaliencyGate) else torch.finfo(layer.bias.dtype).max
         values = torch.tensor([largest, -largest, 100., -100., 1.], dtype=layer.bias.dtype).roll(index)
@@ -164,11 +164,11 @@ def skips(name: str, seed: int, batch_size: int, **kwargs) -> bool:
     ('convnet_aig_resnet20', dict()), ('gaternet_resnet20', dict()), ('skipnet_resnet38', dict(stage='hybrid')),
     ('fbs_resnet20', dict())])
 def test_no_step_is_skipped(name, options):
-    """Neither of the dense network nor of a gated one, though gradients are the larger the smaller a batch is."""
+    """Neither for the dense network nor for a gated one, though small batches have large gradients."""
     assert [seed for seed in range(6) if skips(name, seed, batch_size=4, layers=(1, 1, 1), **options)] == []
 
 
 @pytest.mark.parametrize('name', ['cifar_resnet20', 'gated_resnet20'])
 def test_no_step_of_a_deep_network_is_skipped(name):
-    """With 4 images some are, of either network: the gradients of the classifier's weights are too large."""
+    """With 4 images both networks skip some steps: the gradients of the classifier's weights are too large."""
     assert not skips(name, seed=0, batch_size=32)

@@ -1,11 +1,11 @@
-"""One network in several threads, its replicas and its copies: every image is switched by its own gates"""
+"""One network in several threads, and its replicas and copies: each image is switched by its own gates"""
 import copy
 import importlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, List
 
-import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+import mmseg_plugin  # noqa: F401  (must precede imports of mmseg)
 
 # isort: split
 import pytest
@@ -44,12 +44,12 @@ networks = pytest.mark.parametrize('create', NETWORKS.values(), ids=NETWORKS)
 def make(create: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     model = shuffle(create())
-    model.eval()  # (by itself: mmseg's backbones return nothing from it)
+    model.eval()  # not chained: mmseg's backbones return None
     return model
 
 
 def batches(count: int, *shape: int) -> torch.Tensor:
-    """So different that gates decide differently."""
+    """Images so different that gates decide differently."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.arange(1., count + 1).pow(2).reshape(-1, *[1] * len(shape))
     return torch.randn(count, *shape, generator=generator) * scale
@@ -74,7 +74,7 @@ def is_gated(model: nn.Module, x: torch.Tensor) -> bool:
 
 @networks
 def test_threads(create):
-    """In step: no thread is a layer ahead of the other."""
+    """In lockstep: no thread is a layer ahead of the other."""
     model = make(create)
     inputs = batches(2, 2, 3, 32, 32)
     expected = [run(model, x) for x in inputs]
@@ -94,7 +94,7 @@ def test_threads(create):
 
 @networks
 def test_replicas(create, monkeypatch):
-    """As nn.DataParallel makes them, on a device of their own: the network's own parameters are out of reach."""
+    """As nn.DataParallel creates them, on another device: they cannot use the parameters of the network."""
     model = make(create)
     x = batches(2, 3, 32, 32)
     expected = run(model, x)
@@ -111,7 +111,7 @@ def test_replicas(create, monkeypatch):
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """A copy of every module, each by itself."""
+    """Separate copies of all modules."""
     copied = copy.copy(module)
     copied._modules = {name: child and shallow_copy(child) for name, child in module._modules.items()}
     return copied

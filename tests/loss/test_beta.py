@@ -1,4 +1,4 @@
-"""The Beta CDF and density against SciPy, in values, in all gradients, at the ends and in every dtype."""
+"""The Beta CDF and density against SciPy: values and all gradients, at the ends and in every dtype"""
 import math
 import shutil
 
@@ -21,7 +21,7 @@ DENSITY_TOLERANCE = {torch.float32: 5e-5, torch.float64: 1e-11}
 
 
 def points(dtype: torch.dtype) -> torch.Tensor:
-    """All of [0, 1]: both ends and their neighbours, subnormal numbers, and every order of magnitude between."""
+    """Points in [0, 1]: both ends and their neighbours, subnormal numbers, and every order of magnitude."""
     info = torch.finfo(dtype)
     ends = torch.tensor([0, info.smallest_normal / 8, info.tiny, 1e-30, 1 - info.eps, 1 - info.eps / 2, 1], dtype=dtype)
     small = torch.logspace(-37, -0.01, 300, dtype=dtype)
@@ -47,7 +47,7 @@ def grad_of_cdf(x: torch.Tensor, a, b) -> torch.Tensor:
 
 @pytest.fixture(params=['float', 'tensor'])
 def as_parameter(request):
-    """The two ways to give a parameter, which are evaluated differently."""
+    """Parameters as floats and as tensors, which are evaluated differently."""
     return float if request.param == 'float' else lambda value: torch.tensor(value, dtype=torch.float64)
 
 
@@ -64,7 +64,7 @@ def test_cdf_is_scipys(a, b, dtype, as_parameter):
 @pytest.mark.parametrize('dtype, atol', [(torch.float32, 1e-5), (torch.float64, 5e-12)])
 @pytest.mark.parametrize('a, b', EXTREME_PARAMETERS)
 def test_cdf_of_extreme_parameters(a, b, dtype, atol, as_parameter):
-    x = points(dtype)[2:]  # (SciPy's own error at subnormal numbers is larger)
+    x = points(dtype)[2:]  # SciPy is less accurate at subnormal numbers
     cdf = beta_cdf(x, as_parameter(a), as_parameter(b))
     np.testing.assert_allclose(cdf.double().numpy(), scipy_cdf(x, a, b), rtol=0, atol=atol)
 
@@ -76,7 +76,7 @@ def test_cdf_of_extreme_parameters(a, b, dtype, atol, as_parameter):
     p=st.lists(st.floats(1e-3, 0.999), min_size=1, max_size=20),
 )
 def test_cdf_over_the_whole_range_of_parameters(a, b, p):
-    a, b = (min(max(value, 1e-30), 1e3) for value in (a, b))  # (exp of log rounds)
+    a, b = (min(max(value, 1e-30), 1e3) for value in (a, b))  # exp of log rounds
     x = torch.from_numpy(np.nan_to_num(scipy.special.betaincinv(a, b, np.array(p))))
     for parameters in ((a, b), (torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))):
         for points, atol in ((x, 1e-11), (x.float(), 5e-5)):
@@ -143,14 +143,14 @@ def test_ends_have_the_density_of_the_nearest_number_inside(a, b, dtype, as_para
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize('a, b', [(0.6, 0.4), (0.1, 0.1), (0.01, 0.5)])
 def test_half_precision_is_finite_and_accurate_everywhere(a, b, dtype, as_parameter):
-    x = torch.arange(2 ** 15, dtype=torch.int16).view(dtype)  # every number that is not negative
+    x = torch.arange(2 ** 15, dtype=torch.int16).view(dtype)  # every non-negative number
     x = x[(x >= 0) & (x <= 1)].requires_grad_()
     cdf = beta_cdf(x, as_parameter(a), as_parameter(b))
     assert cdf.dtype == dtype
     info = torch.finfo(dtype)
     expected = scipy_cdf(x.detach(), a, b)
     np.testing.assert_allclose(cdf.detach().double().numpy(), expected, rtol=info.eps, atol=info.smallest_normal / 100)
-    cdf.backward(torch.full_like(cdf, 1000))  # as with loss scaling: the product, too, may overflow
+    cdf.backward(torch.full_like(cdf, 1000))  # as with loss scaling: the product may overflow too
     assert x.grad.dtype == dtype and x.grad.isfinite().all() and (x.grad > 0).all()
 
 
@@ -210,13 +210,13 @@ def test_gradcheck_and_gradgradcheck():
     x = (0.05 + 0.9 * torch.rand(5, 3, dtype=torch.float64)).requires_grad_()
     a, b = ((0.3 + torch.rand(3, dtype=torch.float64)).requires_grad_() for _ in range(2))
     with torch.no_grad():
-        x[0, 0], a[0], b[0] = 0.5, 0.7, 0.7  # exactly where the evaluation changes sides
+        x[0, 0], a[0], b[0] = 0.5, 0.7, 0.7  # exactly at the split
     assert torch.autograd.gradcheck(lambda x: beta_cdf(x, 0.6, 0.4), x)
     assert torch.autograd.gradgradcheck(lambda x: beta_cdf(x, 0.6, 0.4), x)
     assert torch.autograd.gradcheck(beta_cdf, (x, a, b))
     assert torch.autograd.gradgradcheck(beta_cdf, (x, a, b))
     assert torch.autograd.gradcheck(beta_pdf, (x, a, b))
-    assert torch.autograd.gradcheck(lambda a: beta_cdf(x.detach(), a, 0.4), a)  # one parameter learns, one is a float
+    assert torch.autograd.gradcheck(lambda a: beta_cdf(x.detach(), a, 0.4), a)  # a learnable parameter and a float
 
 
 def test_broadcasting():
@@ -232,7 +232,7 @@ def test_broadcasting():
 
 def test_compiles_to_one_graph(as_parameter):
     torch._dynamo.reset()
-    # (inductor, which takes long, has constants in the test of the losses)
+    # Inductor is slow; the test of the losses covers it with constants.
     backend = 'inductor' if shutil.which('g++') and as_parameter is not float else 'aot_eager'
     x = torch.cat([torch.rand(95), torch.tensor([0., 1., -1., 2., 1e-40])]).view(20, 5).t().requires_grad_()
     a, b = as_parameter(0.6), as_parameter(0.4)

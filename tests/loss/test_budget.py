@@ -1,4 +1,4 @@
-"""The budget of MACs: its formula against the counter and by hand, its gradient, and what it does to a training"""
+"""The MAC budget: its formula against the counter and by hand, its gradient, and its effect on a training"""
 import copy
 
 import pytest
@@ -143,7 +143,7 @@ def test_no_budget_by_default():
 
 @pytest.mark.parametrize('bias, budget', [(3., 0.5), (-1., 0.7)])
 def test_training_moves_the_share_to_the_budget(bias, budget):
-    """From above and from below, in training and in evaluation; and the digits are learnt meanwhile."""
+    """From above and from below, in training and in evaluation, while the digits are learnt."""
     data = load_digits()
     x = nn.functional.interpolate(torch.tensor(data.images / 8 - 1).float()[:, None], size=16).expand(-1, 3, -1, -1)
     y = torch.tensor(data.target)
@@ -163,5 +163,5 @@ def test_training_moves_the_share_to_the_budget(bias, budget):
     after = count_macs(model, x[:256]).share
     assert abs(before - budget) > 0.25 and abs(shares[0] - budget) > 0.25
     assert sum(shares[-10:]) / 10 == pytest.approx(budget, abs=0.06)
-    assert abs(after - budget) < abs(before - budget) / 2  # (without the noise that the loss saw)
+    assert abs(after - budget) < abs(before - budget) / 2  # without the noise of the training
     assert sum(losses[-10:]) < sum(losses[:10])

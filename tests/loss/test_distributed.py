@@ -1,4 +1,4 @@
-"""Two gloo processes train gated models of several methods through the task and end with equal parameters"""
+"""Two gloo processes train gated models of several methods and end with equal parameters"""
 
 from forked import run_script
 from paths import HELPERS

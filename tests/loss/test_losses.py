@@ -1,4 +1,4 @@
-"""Batch shaping and L0: by hand, against SciPy, and the properties that training relies on."""
+"""Batch shaping and L0: by hand, against SciPy, and properties that training relies on"""
 import math
 import shutil
 
@@ -33,7 +33,7 @@ def test_batch_shaping_by_hand(reduction):
     loss = batch_shaping_loss(x, Uniform(), reduction)
     torch.testing.assert_close(loss, reduce(per_gate, reduction), rtol=0, atol=1e-15)
     loss.sum().backward()
-    # Per gate, 2 / N * (x - target) * density; of the tied values either may come first.
+    # Per gate, 2 / N * (x - target) * density; the order of tied values is arbitrary.
     grad = x.grad * (3 if reduction == 'mean' else 1)
     torch.testing.assert_close(grad[:, 0], torch.tensor([0.9 - 2 / 3, 0.1 - 1 / 3], dtype=torch.float64))
     torch.testing.assert_close(grad[:, 1].sort().values, torch.tensor([0.2 - 2 / 3, 0.2 - 1 / 3], dtype=torch.float64))
@@ -80,7 +80,7 @@ def test_perfect_quantiles_have_no_loss_and_no_gradient(prior, n, seed):
 
 @st.composite
 def batches(draw) -> torch.Tensor:
-    """Of few distinct values, so that there are ties, and both ends, where a density may be infinite."""
+    """Few distinct values, so that there are ties, and both ends, where a density may be infinite."""
     n, gates = draw(st.integers(1, 12)), draw(st.integers(1, 4))
     value = st.sampled_from([0., 1e-30, 0.25, 0.5, 0.75, 1.]) | st.floats(0, 1, width=32)
     return torch.tensor(draw(st.lists(value, min_size=n * gates, max_size=n * gates))).view(n, gates)
@@ -101,9 +101,9 @@ def test_batch_shaping_properties(data, x, prior):
     assert grad.isfinite().all()
     permuted_loss, permuted_grad = loss_and_gradient(x[permutation], prior)
     torch.testing.assert_close(permuted_loss, loss, rtol=1e-5, atol=1e-7)
-    # Each gate by itself.
+    # Each gate separately.
     torch.testing.assert_close(batch_shaping_loss(x[:, :1], prior), loss[0], rtol=1e-5, atol=1e-7)
-    # Ties share their gradients, whichever comes first: each tied value has a sum of its own.
+    # The order of ties is arbitrary, so compare the summed gradients of each tied value.
     for gate in range(x.shape[1]):
         for value in x[:, gate].unique():
             ours, theirs = (g[v[:, gate] == value, gate].double().sum() for g, v in (
@@ -114,7 +114,7 @@ def test_batch_shaping_properties(data, x, prior):
 @examples(40)
 @given(prior=priors(least=0.4), n=st.integers(1, 20), value=st.floats(0, 1, width=32))
 def test_a_gate_that_never_changes(prior, n, value):
-    """All values tied: the mean of what each rank alone would give, and a gradient towards the prior's median."""
+    """If all values are tied, the loss is the mean over all ranks, and the gradient points to the prior's median."""
     x = torch.full((n, 1), value, dtype=torch.float64)
     loss, grad = loss_and_gradient(x, prior)
     cdf = prior.cdf(x[0, 0])

@@ -1,4 +1,4 @@
-"""Objectives: the options of the gate losses, and batch shaping of any feature"""
+"""Objectives: options of the gate losses, and batch shaping of features"""
 import copy
 import pickle
 import re
@@ -80,7 +80,7 @@ def test_from_dense_scales_with_the_epochs_and_gives_way_to_other_options(name):
 def test_no_sorting_when_lambda_is_zero(monkeypatch):
     model = timm.create_model('gated_resnet20')
     model(images())
-    monkeypatch.setattr('timm_gated.objective.batch_shaping_loss', None)
+    monkeypatch.setattr('timm_gated.loss.objective.batch_shaping_loss', None)
     terms = model.gate_losses.terms(model, epoch=400)
     assert terms['batch_shaping_loss'].value == 0 and terms['l0_loss'].value > 0
 
@@ -189,7 +189,8 @@ def test_features_are_kept_in_training_only():
 ])
 def test_channels_of_a_feature(monkeypatch, channel_dim, shape, expected):
     seen = []
-    monkeypatch.setattr('timm_gated.objective.batch_shaping_loss', lambda x, *args: seen.append(x) or x.sum())
+    monkeypatch.setattr(
+        'timm_gated.loss.feature_shaping.batch_shaping_loss', lambda x, *args: seen.append(x) or x.sum())
     model = nn.Sequential(nn.Identity())
     shaping = shape_features(model, {'0': Normal()}, channel_dim=channel_dim)
     x = torch.randn(shape)
@@ -235,7 +236,7 @@ def test_any_network_from_model_kwargs():
     result = ClassificationTask(gated, nn.CrossEntropyLoss(), verbose=False)(images(), torch.arange(4))
     assert {'feature_shaping_loss', 'batch_shaping_loss'} <= set(result)
 
-    # what train.py passes beside the YAML's model_kwargs
+    # arguments that train.py adds to the model_kwargs of the YAML
     readme = (ROOT / 'README.md').read_text()
     config = yaml.safe_load(re.search(r'```yaml\n(model: batch_shaped.*?)```', readme, re.DOTALL).group(1))
     model = timm.create_model(

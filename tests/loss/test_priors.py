@@ -1,4 +1,4 @@
-"""Priors: values against SciPy, gradients, learning parameters, and what is refused."""
+"""Priors: values against SciPy, gradients, learnable parameters, and invalid arguments"""
 import copy
 import math
 import pickle
@@ -159,7 +159,7 @@ def test_learnable(cls, names):
     assert torch.autograd.gradcheck(lambda *_: prior.cdf(x), tuple(prior.parameters()))
     ends = prior.cdf(torch.tensor([0., 1.], dtype=torch.float64)).sum()
     assert all(grad.isfinite() for grad in torch.autograd.grad(ends, list(prior.parameters())))
-    # However far it learns, what must be positive stays positive.
+    # Positive parameters stay positive after any update.
     with torch.no_grad():
         for parameter in prior.parameters():
             parameter -= 3
@@ -189,7 +189,7 @@ def test_learning_recovers_a_distribution():
 def test_parameter_and_buffer(cls, name):
     x = torch.rand(4, 3)
     expected = cls(**{name: 0.7}).cdf(x)
-    parameter = nn.Parameter(torch.tensor([0.7, 0.7, 0.7]))  # one number a gate
+    parameter = nn.Parameter(torch.tensor([0.7, 0.7, 0.7]))  # one number per gate
     for learnable in (False, True):
         prior = cls(**{name: parameter}, learnable=learnable)
         assert dict(prior.named_parameters())[name] is parameter

@@ -1,4 +1,4 @@
-"""Tests of the schedules of the gate losses."""
+"""Schedules of the gate losses"""
 import math
 
 import pytest

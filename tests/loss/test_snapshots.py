@@ -1,4 +1,4 @@
-"""Distributions of single gates over a training, as the task records them"""
+"""Distributions of single gates over a training, as recorded by the task"""
 import copy
 
 import numpy as np
@@ -60,7 +60,7 @@ def test_resume_continues_in_the_same_folder(tmp_path):
     task = make_task(tmp_path)
     train_epoch(task)
     state = task.get_checkpoint_state()
-    train_epoch(task, steps=1)  # stopped within the second epoch, before anything of it was written
+    train_epoch(task, steps=1)  # stopped in the second epoch, before it was written
     resumed = make_task(tmp_path)
     resumed.load_checkpoint_state(state['state_dict'], state['task_state'])
     for _ in range(2):

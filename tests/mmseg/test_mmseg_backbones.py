@@ -1,5 +1,5 @@
-"""The blocks of mmseg's gated ResNets as mmseg's own, and the gates' initialisation under mmengine's"""
-import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+"""Blocks of the gated ResNets against mmseg's own, and initialisation of gates with mmengine's `init_cfg`"""
+import mmseg_plugin  # noqa: F401  (must precede imports of mmseg)
 
 # isort: split
 import pytest
@@ -18,8 +18,8 @@ from timm_gated import Gating, force_gates
 
 @pytest.mark.parametrize('depth', [18, 50])
 @pytest.mark.parametrize('with_cp', [False, True])
-def test_with_cp_is_what_was_asked(depth, with_cp):
-    """And a block that is set to recompute afterwards does."""
+def test_with_cp(depth, with_cp):
+    """Blocks have the option, and may be changed to recompute later."""
     backbone = GatedResNet(depth, with_cp=with_cp)
     assert all(block.with_cp is with_cp for stage in backbone.res_layers for block in getattr(backbone, stage))
     block = backbone.layer1[1]
@@ -32,7 +32,7 @@ def test_with_cp_is_what_was_asked(depth, with_cp):
 
 @pytest.mark.parametrize('cls', [GatedResNet, SlimResNet])
 def test_arguments_by_position(cls):
-    """As mmseg's ResNet takes them."""
+    """Positional arguments are those of mmseg's ResNet."""
     backbone = cls(18, 4, 32, 16)
     assert backbone.depth == 18 and backbone.conv1.weight.shape[:2] == (32, 4) and backbone.feat_dim == 128
     again = MODELS.build(backbone_cfg(backbone))
@@ -42,7 +42,7 @@ def test_arguments_by_position(cls):
 
 
 def test_plugins_and_other_convolutions():
-    """mmseg's own, with open gates; a gate switches what comes out of a plugin."""
+    """Open gates reproduce mmseg's block, and masks apply to the output of plugins."""
     plugins = [
         dict(cfg=dict(type='ContextBlock', ratio=0.5, postfix=index), position=f'after_conv{index}')
         for index in (1, 2, 3)]
@@ -51,7 +51,7 @@ def test_plugins_and_other_convolutions():
         cls(16, 4, plugins=plugins, dcn=dict(type='Conv2dAdaptivePadding')) for cls in (GatedBottleneck, Bottleneck))
     for name, parameter in shuffle(gated).named_parameters():
         if name.startswith('context_block'):
-            nn.init.normal_(parameter)  # (at first, they add nothing)
+            nn.init.normal_(parameter)  # freshly initialised plugins add nothing
     dense.load_state_dict({key: gated.state_dict()[key] for key in dense.state_dict()})
     gated.eval()
     dense.eval()
@@ -107,12 +107,12 @@ def test_gates_keep_their_initialisation(backbone, init_cfg):
     model.init_weights()
     changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     assert own and changed and not own & changed
-    with torch.no_grad():  # as ever
+    with torch.no_grad():  # `apply` still reaches the gates
         model.apply(lambda module: isinstance(module, nn.Linear) and module.bias.fill_(5.))
     assert all((layer.bias == 5).all() for _, layer in model.named_modules() if isinstance(layer, nn.Linear))
 
 
-def test_gates_of_a_checkpoint_are_loaded(tmp_path):
+def test_gates_load_from_a_checkpoint(tmp_path):
     trained = shuffle(GatedResNetV1c(depth=18, dilations=(1, 1, 2, 4), strides=(1, 2, 1, 1)))
     torch.save(trained.state_dict(), tmp_path / 'trained.pth')
     model = segmentor(icnet())

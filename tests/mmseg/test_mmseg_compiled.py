@@ -1,8 +1,8 @@
-"""mmengine's `compile`: the losses of an eager training, and no other graph as the weights of gate losses move"""
+"""mmengine's `compile`: same losses as eager training, and no recompilation when the weights of gate losses change"""
 import copy
 from typing import Any, Dict, List
 
-import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+import mmseg_plugin  # noqa: F401  (must precede imports of mmseg)
 
 # isort: split
 import torch
@@ -23,7 +23,7 @@ SCHEDULES = [
 
 
 class Watch(Hook):
-    """Keeps what every iteration logs, and lets none compile but the first two."""
+    """Record the log of each iteration, and allow compilation in the first two only."""
 
     def __init__(self) -> None:
         self.logged: List[Dict[str, float]] = []
@@ -37,28 +37,28 @@ class Watch(Hook):
 
 
 def train(model: nn.Module, folder: str, **cfg: Any) -> List[Dict[str, float]]:
-    """By mmengine's runner, from the same first weights; what it logged."""
+    """Train with mmengine's runner and return its log."""
     watch = Watch()
-    samples = tiny_samples(2 * STEPS)  # (all different, as mmengine rests for two seconds where an epoch ends)
+    samples = tiny_samples(2 * STEPS)  # one epoch: mmengine sleeps for two seconds after each
     runner = Runner(
         model, folder, DataLoader(samples, batch_size=2, collate_fn=pseudo_collate),
         train_cfg=dict(by_epoch=False, max_iters=STEPS), optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.05)),
         custom_hooks=[*SCHEDULES, watch], default_scope='mmseg', experiment_name=str(cfg), cfg=cfg)
     torch.manual_seed(0)
-    with torch._dynamo.config.patch(error_on_recompile=False):  # (which the hook changes)
+    with torch._dynamo.config.patch(error_on_recompile=False):  # restores what the hook changes
         runner.train()
     return watch.logged
 
 
-def test_weights_of_gate_losses_move_in_a_compiled_training(tmp_path):
+def test_weights_of_gate_losses_change_in_compiled_training(tmp_path):
     torch._dynamo.reset()
     model = MODELS.build(dict(TINY, data_preprocessor=dict(type='mmseg.SegDataPreProcessor', size=(16, 16))))
-    twin = copy.deepcopy(model)
-    expected, found = train(model, str(tmp_path)), train(twin, str(tmp_path), compile=dict(backend='eager'))
+    compiled = copy.deepcopy(model)
+    expected, found = train(model, str(tmp_path)), train(compiled, str(tmp_path), compile=dict(backend='eager'))
     assert len({entry['weight_batch_shaping'] for entry in expected}) == STEPS
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # numbers of float32, after a few steps
-    for (key, a), b in zip(twin.state_dict().items(), model.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # float32, after a few steps
+    for (key, a), b in zip(compiled.state_dict().items(), model.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, msg=lambda message, key=key: f'{key}: {message}')
 
 

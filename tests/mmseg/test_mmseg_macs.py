@@ -1,20 +1,20 @@
-"""MACs of segmentors: against fvcore for heads that fold regions into the batch, and through mmseg's own machinery"""
+"""MACs of segmentors: against fvcore for heads that fold regions into the batch, and as `MACsMetric` reports them"""
 import copy
 from typing import Any, Dict
 
-import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+import mmseg_plugin  # noqa: F401  (must precede imports of mmseg)
 
 # isort: split
 import pytest
 import torch
 import torch.nn as nn
+from fvcore.nn import FlopCountAnalysis
 from mmengine.config import ConfigDict
 from mmengine.dataset import pseudo_collate
 from mmengine.registry import DefaultScope
 from mmseg.registry import METRICS, MODELS
 from mmseg_small import TINY, tiny_samples
 from nets import images, shuffle
-from test_macs import fvcore_counts
 
 from timm_gated import MacCounter, accelerate, count_macs, force_gates
 
@@ -59,7 +59,8 @@ def predict(model: nn.Module, count: int = 2) -> list:
 
 def tiny(**kwargs: Any) -> nn.Module:
     torch.manual_seed(0)
-    return shuffle(build(dict(TINY, data_preprocessor=dict(type='SegDataPreProcessor', size=(16, 16)), **kwargs)))
+    preprocessor = dict(type='SegDataPreProcessor', size=(16, 16))
+    return shuffle(build({**TINY, 'data_preprocessor': preprocessor, 'count_macs': True, **kwargs}))
 
 
 @pytest.mark.parametrize('cfg, products', [
@@ -72,13 +73,46 @@ def tiny(**kwargs: Any) -> nn.Module:
 def test_segmentors_agree_with_fvcore(cfg, products):
     model, x = build(cfg), images(2, 3, 64, 64)
     macs = count_macs(model, x)
-    reference = fvcore_counts(model, x)
+    analysis = FlopCountAnalysis(model, x).unsupported_ops_warnings(False).uncalled_modules_warnings(False)
+    reference = analysis.by_operator()
     assert 2 * macs.dense == reference['conv'] + reference['linear']
     assert macs.per_sample.tolist() == [macs.dense] * 2 and set(macs.uncounted) == products
 
 
-def test_regions_of_a_head_are_no_images():
-    """In `predict`, where a segmentor calls its backbone and the layers of its head."""
+def test_every_result_has_its_macs():
+    model = tiny()
+    results = predict(model, 3)
+    counted = count_macs(model, model.data_preprocessor(data(3))['inputs'])  # `forward`: backbone and decode head
+    assert [result.macs for result in results] == counted.per_sample.tolist()
+    assert {result.dense_macs for result in results} == {counted.dense}
+    assert any(name.startswith('decode_head') for name in counted.by_module)
+
+
+@pytest.mark.parametrize('accelerated', [False, True])
+def test_counting_is_opt_in(accelerated, monkeypatch):
+    """Predictions do not depend on counting, and `MacCounter` is not entered unless `count_macs` is set."""
+    models = tiny(), tiny(count_macs=False), build(dict(TINY))
+    counting, silent, default = map(accelerate, models) if accelerated else models
+    expected = predict(counting, 3)
+    monkeypatch.setattr(MacCounter, '__enter__', lambda self: pytest.fail('MACs were counted'))
+    results = predict(silent, 3)
+    assert not default.count_macs and not any('macs' in result for result in results)
+    for result, other in zip(results, expected, strict=True):
+        assert torch.equal(result.seg_logits.data, other.seg_logits.data)
+        assert torch.equal(result.pred_sem_seg.data, other.pred_sem_seg.data)
+
+
+def test_metric():
+    metric = METRICS.build(dict(type='MACsMetric'))
+    metric.process(None, [dict(macs=10**9, dense_macs=4 * 10**9), dict(macs=3 * 10**9, dense_macs=4 * 10**9)])
+    assert metric.evaluate(size=2) == {'GMACs': 2., 'dense_GMACs': 4., 'MACs_share': 50.}
+    silent = predict(tiny(count_macs=False))
+    with pytest.raises(ValueError, match=r'without `macs`. Set model\.count_macs=True in the config.*GatedEncoderDec'):
+        metric.process(None, [result.to_dict() for result in silent])
+
+
+def test_regions_of_a_head_are_not_images():
+    """`predict` calls the backbone and the layers of the head, not `forward`."""
     head = dict(HEAD, type='ISAHead', in_channels=8, in_index=2, isa_channels=4, down_factor=(4, 4))
     model = tiny(decode_head=head)
     expected = count_macs(model, model.data_preprocessor(data())['inputs'])
@@ -88,7 +122,7 @@ def test_regions_of_a_head_are_no_images():
     assert torch.equal(counter.macs().per_sample, expected.per_sample)
 
 
-def test_crops_of_two_images():
+def test_macs_of_sliding_windows_add_up():
     model = tiny(test_cfg=ConfigDict(mode='slide', crop_size=(16, 8), stride=(16, 8)))
     expected = sum(
         count_macs(model, half).per_sample
@@ -96,7 +130,7 @@ def test_crops_of_two_images():
     assert [result.macs for result in predict(model)] == expected.tolist() and expected[0] != expected[1]
 
 
-def test_a_compiled_segmentor_counts():
+def test_compiled_segmentor_counts():
     torch._dynamo.reset()
     model = tiny()
     expected = [(result.macs, result.dense_macs) for result in predict(model)]

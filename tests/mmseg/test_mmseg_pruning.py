@@ -1,11 +1,9 @@
-"""Pruned and specialised segmentors, and mmseg's own scripts on what is saved of them"""
+"""Pruned and specialised segmentors, and mmseg's scripts on the saved results"""
 import re
-from pathlib import Path
 
-import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+import mmseg_plugin  # noqa: F401  (must precede imports of mmseg)
 
 # isort: split
-import mmseg
 import numpy as np
 import onnxruntime
 import pytest
@@ -13,7 +11,7 @@ import torch
 from forked import run_script
 from mmengine.config import Config
 from mmseg.registry import MODELS
-from mmseg_small import write_config
+from mmseg_small import SCRIPTS, write_config
 from nets import shuffle
 from tool import run_tool
 
@@ -26,14 +24,13 @@ from timm_gated.inference.export import export_onnx
 from timm_gated.layers.narrow import inner_channels
 from timm_gated.pruning.filters import keep_used_filters
 
-SCRIPTS = Path(mmseg.__file__).parent / '.mim' / 'tools'
 TWO_STAGES = dict(num_stages=2, out_indices=(0, 1), strides=(1, 2), dilations=(1, 1))
 DILATED = dict(TWO_STAGES, dilations=(1, 2), strides=(1, 1), contract_dilation=True)
 
 
 @torch.no_grad()
 def spread_gates(model: torch.nn.Module) -> torch.nn.Module:
-    """Gates of all kinds: some always off, some always on."""
+    """Make some gates always off, some always on and some conditional."""
     shuffle(model)
     for _, gate in gates(model):
         gate.fc2.bias.copy_(torch.linspace(-5, 5, gate.num_gates))
@@ -47,12 +44,12 @@ def test_backbones(cls, depth, kwargs, keep_gates, tmp_path):
     torch.manual_seed(0)
     model = spread_gates(cls(depth=depth, base_channels=16, stem_channels=16, **kwargs))
     model.eval()
-    spread = torch.tensor([-4., 0., 4.])[:, None, None, None]  # images that differ enough for gates to differ
+    spread = torch.tensor([-4., 0., 4.])[:, None, None, None]  # different enough for gates to decide differently
     x = torch.randn(3, 3, 64, 64) * (spread + 4.2) + spread
     with torch.no_grad():
         expected = model(x)
         shares = {name: gate.decision.double().mean(0) for name, gate in gates(model)}
-        if not keep_gates:  # nothing conditional, so that a plain network can be equal
+        if not keep_gates:  # without conditional gates a plain network is equal
             shares = {name: (share > 0).double() for name, share in shares.items()}
             for name, gate in gates(model):
                 gate.forced = shares[name].float()
@@ -70,7 +67,7 @@ def test_backbones(cls, depth, kwargs, keep_gates, tmp_path):
     assert after < before
 
     if not keep_gates:
-        return  # (exported as any plain network is)
+        return  # exported like any plain network
     session = onnxruntime.InferenceSession(export_onnx(again, tmp_path / 'net.onnx', (3, 64, 64)))
     for ours, theirs in zip(session.run(None, {'images': x.numpy()}), expected, strict=True):
         np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-4)
@@ -78,7 +75,7 @@ def test_backbones(cls, depth, kwargs, keep_gates, tmp_path):
 
 @pytest.fixture(scope='module')
 def segmentation(tmp_path_factory):
-    """A config, weights, the model and its loader."""
+    """Config, weights, model and data."""
     folder = tmp_path_factory.mktemp('small')
     config = write_config(folder)
     model = MODELS.build(Config.fromfile(config).model)
@@ -116,7 +113,7 @@ def test_specialize(segmentation):
         specialize(model, data.loader, [0, 19])
 
 
-def test_a_class_that_no_image_shows(segmentation):
+def test_class_without_images(segmentation):
     _, _, model, data = segmentation
     loader = [dict(batch) for batch in data.loader]
     for batch in loader:
@@ -127,7 +124,7 @@ def test_a_class_that_no_image_shows(segmentation):
 
 
 def test_saved_config(segmentation):
-    """Classes chosen in the config, data sets within data sets, weights of classes, and weights to start from."""
+    """Classes of the config, nested datasets, class weights and initial weights."""
     config, weights, model, data = segmentation
     cfg = Config.fromfile(config)
     result = specialize(model, data.loader, [2, 0])
@@ -141,10 +138,10 @@ def test_saved_config(segmentation):
     assert saved.test_dataloader.dataset.metainfo.classes == ['building', 'road']
     assert saved.model.decode_head.loss_decode.class_weight == pytest.approx([0.2, 0.])
     assert saved.model.pretrained is None and cfg.model.pretrained
-    assert len(model.gate_losses) and not len(result.model.gate_losses)  # nothing is left for them to look at
+    assert len(model.gate_losses) and not len(result.model.gate_losses)  # there are no gates left
 
 
-def test_options_of_the_command_line_are_saved(segmentation, tmp_path):
+def test_command_line_options_are_saved(segmentation, tmp_path):
     config, _, _, _ = segmentation
     torch.save(MODELS.build(load_config(str(config), ['model.decode_head.channels=24']).model).state_dict(),
                tmp_path / 'weights.pth')
@@ -168,7 +165,7 @@ def prune(*args) -> int:
     return run_tool('prune', *args)
 
 
-def test_a_segmentor_wants_all_its_weights(segmentation, tmp_path, capsys):
+def test_incomplete_weights(segmentation, tmp_path, capsys):
     config, weights, model, data = segmentation
     for tool, more in (('prune', []), ('analyze_gates', ['--output', tmp_path / 'report'])):
         assert run_tool(tool, '--mmseg-config', config, *more) == 1
@@ -188,14 +185,14 @@ def test_a_segmentor_wants_all_its_weights(segmentation, tmp_path, capsys):
     assert not (tmp_path / 'report').exists()
 
 
-def test_data_of_a_segmentor_that_is_not_there(segmentation, capsys):
+def test_missing_data(segmentation, capsys):
     config, weights, _, _ = segmentation
     moved = ['--cfg-options', 'test_dataloader.dataset.data_root=nowhere']
     assert prune('--mmseg-config', config, '--checkpoint', weights, *moved) == 1
     assert re.search('nowhere.* does not exist.*data_root=DIR', capsys.readouterr().err)
 
 
-def test_scripts_of_mmseg_run_what_the_tool_writes(segmentation, tmp_path, capsys):
+def test_mmseg_scripts_run_saved_models(segmentation, tmp_path, capsys):
     config, weights, _, _ = segmentation
 
     def run(script: str, *args) -> str:
@@ -205,22 +202,22 @@ def test_scripts_of_mmseg_run_what_the_tool_writes(segmentation, tmp_path, capsy
 
     common = ['--mmseg-config', config, '--checkpoint', weights]
     assert prune(*common, '--output', tmp_path / 'pruned') == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     log = run('test.py', tmp_path / 'pruned' / 'config.py', tmp_path / 'pruned' / 'weights.pth',
               '--work-dir', tmp_path / 'test')
-    average = float(re.search(r'average MACs +[\d.]+ M +([\d.]+) M', told).group(1))
+    average = float(re.search(r'average MACs +[\d.]+ M +([\d.]+) M', printed).group(1))
     assert float(re.search(r'GMACs: ([\d.]+)', log).group(1)) == pytest.approx(average / 1e3, abs=0.01)
 
     assert prune(*common, '--classes', 'road', 'car', '--output', tmp_path / 'special') == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     log = run('train.py', tmp_path / 'special' / 'config.py', '--work-dir', tmp_path / 'train',
               '--cfg-options', 'train_cfg.max_iters=2')
     assert 'road' in log and 'sidewalk' not in log and 'unexpected key' not in log and 'size mismatch' not in log
     assert f'Load checkpoint from {tmp_path / "special" / "weights.pth"}' in log
     log = run('test.py', tmp_path / 'special' / 'config.py', tmp_path / 'special' / 'weights.pth',
               '--work-dir', tmp_path / 'test_special')
-    accuracy = float(re.search(r'accuracy +[\d.]+ % +([\d.]+) %', told).group(1))
-    # (ours is the mean over images, mmseg's over all pixels; with the classes in another order it would be the rest)
+    accuracy = float(re.search(r'accuracy +[\d.]+ % +([\d.]+) %', printed).group(1))
+    # Ours is the mean over images, mmseg's over pixels; classes in another order would give 100 % minus it.
     assert float(re.search(r'aAcc: ([\d.]+)', log).group(1)) == pytest.approx(accuracy, abs=2)
 
     assert prune(*common, '--classes', 'road', 'horse') == 1

@@ -1,4 +1,4 @@
-"""Trainings by mmseg's own train.py that are killed and resumed; mmengine's checkpoints that are cut short"""
+"""Killed and resumed trainings with mmseg's train.py; truncated checkpoints of mmengine"""
 from pathlib import Path
 from typing import Any, Dict
 
@@ -16,7 +16,7 @@ from timm_gated.utils.installation import install
 
 KILLS = 6 * TIMES
 ITERS = 8 + 4 * KILLS
-# Crops are drawn before any hook can seed them: none here. Checkpoints are small, and written often.
+# No random crops: they are drawn before a hook can seed them. Checkpoints are small and frequent.
 CONFIG = f"""
 _base_ = ['./config.py']
 custom_imports = dict(imports=['mmseg_plugin', 'mmseg_resume_worker'], allow_failed_imports=False)
@@ -52,12 +52,12 @@ def key(report: Dict[str, Any]) -> Any:
 
 def test_killed_and_resumed(tmp_path):
     config = small_config(tmp_path)
-    whole = live(train, config, tmp_path / 'whole')
-    assert whole.exitcode == 0, (tmp_path / 'whole.log').read_text()[-3000:]
-    expected = {key(report): report for report in whole.reports}
-    assert len(expected) == len(whole.reports) == ITERS + ITERS // 4
+    reference = live(train, config, tmp_path / 'reference')
+    assert reference.exitcode == 0, (tmp_path / 'reference.log').read_text()[-3000:]
+    expected = {key(report): report for report in reference.reports}
+    assert len(expected) == len(reference.reports) == ITERS + ITERS // 4
 
-    # Four iterations and a validation; then the best weights are written (0.9 MB), and the last checkpoint once more.
+    # After four iterations and a validation, the best weights (0.9 MB) are written and the last checkpoint again.
     while_last_is_rewritten = Kill(5, size=1300000)
     kills = random_kills(seed=0, number=KILLS - 1, max_steps=4, max_delay=0.2, sizes=range(100000, 1700000))
     reports, starts = [], []
@@ -66,20 +66,20 @@ def test_killed_and_resumed(tmp_path):
         assert was_killed(life) if kill else life.exitcode == 0, (tmp_path / 'killed.log').read_text()[-3000:]
         reports += life.reports
         starts += [life.reports[0]['iter']] if life.reports else []
-    assert starts[:2] == [0, 4]  # on from the one that was being rewritten
+    assert starts[:2] == [0, 4]  # resumed from the checkpoint that was being rewritten
     assert [report for report in reports if report != expected[key(report)]] == []
     with history_allowed():
-        mine, other = (torch.load(tmp_path / run / f'iter_{ITERS}.pth') for run in ('killed', 'whole'))
+        mine, other = (torch.load(tmp_path / run / f'iter_{ITERS}.pth') for run in ('killed', 'reference'))
     for part in ('state_dict', 'optimizer', 'param_schedulers'):
         assert_equal(mine[part], other[part])
-    # (The best score is not compared: mmengine does not repeat a validation that was killed.)
+    # The best score is not compared: mmengine does not repeat a killed validation.
     for part in ('iter', 'epoch'):
         assert mine['meta'][part] == other['meta'][part]
     for part in ('iter', 'epoch', 'max_iters', 'max_epochs'):
         assert mine['message_hub']['runtime_info'][part] == other['message_hub']['runtime_info'][part]
 
 
-def test_killed_while_it_noted_which_is_the_last(tmp_path):
+def test_killed_while_writing_last_checkpoint(tmp_path):
     config, work_dir = small_config(tmp_path), tmp_path / 'work'
     work_dir.mkdir()
     (work_dir / 'last_checkpoint').write_text('')
@@ -97,9 +97,10 @@ def test_cut_checkpoint(tmp_path, suffix):
         save_file(weights, file) if suffix == '.safetensors' else torch.save({'state_dict': weights}, file)
     content = path.read_bytes()
     assert CheckpointLoader.load_checkpoint(str(path))
+    message = rf'iter_4{suffix} is truncated.* first: iter_2{suffix}\. .* load_from='
     for size in [*range(20), *range(20, len(content) - 70, 7), *range(len(content) - 70, len(content))]:
         path.write_bytes(content[:size])
-        with pytest.raises(Exception, match=rf'iter_4{suffix} is cut short.* first: iter_2{suffix}\. .* load_from='):
+        with pytest.raises(Exception, match=message):
             CheckpointLoader.load_checkpoint(str(path), map_location='cpu')
 
 

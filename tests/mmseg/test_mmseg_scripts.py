@@ -1,4 +1,4 @@
-"""mmseg's own train.py and test.py run our configs: train, validate, stop, resume, test; on two processes too"""
+"""mmseg's train.py and test.py run our configs: train, validate, stop, resume, test; on one and two processes"""
 import json
 import os
 import re
@@ -7,24 +7,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+import mmseg_plugin  # noqa: F401  (must precede imports of mmseg)
 
 # isort: split
-import mmseg
 import pytest
 import torch
 from forked import run_script
 from mmseg.apis import init_model
-from mmseg_small import write_config
+from mmseg_small import SCRIPTS, write_config
 from paths import HELPERS
 from safetensors.torch import load_file
 from tool import run_tool
 
-TOOLS = Path(mmseg.__file__).parent / '.mim' / 'tools'
-
 
 def run(folder: Path, *command: Any) -> str:
-    """Run a script in a folder, as mmengine puts what processes tell each other, `.dist_test`, into the current one."""
+    """Run a script in a folder: mmengine writes files for communication (`.dist_test`) to the current one."""
     env = dict(os.environ, OMP_NUM_THREADS='1')
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, timeout=600, env=env, cwd=folder)
@@ -45,7 +42,7 @@ def scalars(work_dir: Path) -> list:
 
 def test_train_resume_test(tmp_path):
     config, work_dir = str(write_config(tmp_path)), tmp_path / 'work'
-    common = (TOOLS / 'train.py', config, '--work-dir', work_dir)
+    common = (SCRIPTS / 'train.py', config, '--work-dir', work_dir)
 
     log = run(tmp_path, *common, '--cfg-options', 'train_cfg.max_iters=2')
     assert re.search(r'mIoU: [\d.]+.*GMACs: [\d.]+ .*MACs_share: [\d.]+', log)
@@ -54,18 +51,18 @@ def test_train_resume_test(tmp_path):
     run_forked(tmp_path, *common, '--resume', '--cfg-options', 'train_cfg.max_iters=4')
     steps = [entry for entry in scalars(work_dir) if 'loss_batch_shaping' in entry]
     weights = {entry['step']: entry['weight_batch_shaping'] for entry in steps}
-    assert weights == pytest.approx({1: 0.2, 2: 0.15, 3: 0.1, 4: 0.05})  # as if it had never stopped
+    assert weights == pytest.approx({1: 0.2, 2: 0.15, 3: 0.1, 4: 0.05})  # as without interruption
     for entry in steps:
         assert 0 < entry['gate_density'] < 1
         parts = entry['decode.loss_ce'] + entry['aux.loss_ce'] + entry['loss_batch_shaping']
         assert entry['loss'] == pytest.approx(parts, rel=1e-4)
     assert any('gates/layer1/conditional' in entry for entry in scalars(work_dir))
 
-    log = run_forked(tmp_path, TOOLS / 'test.py', config, work_dir / 'iter_4.pth', '--work-dir', work_dir)
+    log = run_forked(tmp_path, SCRIPTS / 'test.py', config, work_dir / 'iter_4.pth', '--work-dir', work_dir)
     share = float(re.search(r'MACs_share: ([\d.]+)', log).group(1))
     assert 20 < share < 101 and 'aAcc' in log
 
-    # The same checkpoint, which holds the history of the log, for inference and for timm.
+    # The checkpoint, which contains the history of the log, loads for inference and for timm.
     model = init_model(config, str(work_dir / 'iter_4.pth'), device='cpu')
     run_tool('convert_checkpoint', '--to', 'timm', work_dir / 'iter_4.pth', tmp_path / 'timm.safetensors')
     converted = load_file(tmp_path / 'timm.safetensors')
@@ -73,7 +70,7 @@ def test_train_resume_test(tmp_path):
 
 
 def test_two_processes(tmp_path):
-    """Three images on two processes: the padded one must not count."""
+    """Three images on two processes: the image that the sampler repeats must not count."""
     config = str(write_config(tmp_path))
     run_forked(
         tmp_path, HELPERS / 'mmseg_distributed_worker.py', config, str(tmp_path), processes=2)
@@ -81,7 +78,7 @@ def test_two_processes(tmp_path):
     assert first == second and first['checksum'] != first['initial_checksum']
 
     checkpoint = str(tmp_path / 'work' / 'iter_2.pth')
-    log = run_forked(tmp_path, TOOLS / 'test.py', config, checkpoint, '--work-dir', str(tmp_path / 'one'))
+    log = run_forked(tmp_path, SCRIPTS / 'test.py', config, checkpoint, '--work-dir', str(tmp_path / 'one'))
     for name in ('mIoU', 'aAcc', 'GMACs', 'MACs_share'):
         assert float(re.search(rf' {name}: ([\d.]+)', log).group(1)) == pytest.approx(first['metrics'][name], abs=1e-2)
     assert 0 < first['gates']['gates/density'] < 1

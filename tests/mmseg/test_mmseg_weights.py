@@ -1,21 +1,20 @@
-"""timm models as backbones of mmseg, and the weights that they begin with"""
+"""timm models as mmseg backbones, and their initial weights"""
 import logging
 
-import mmseg_plugin  # noqa: F401  (before anything of mmseg)
+import mmseg_plugin  # noqa: F401  (must precede imports of mmseg)
 
 # isort: split
 import pytest
 import safetensors.torch
 import timm
 import torch
-from mmengine.config import Config, ConfigDict
+from mmengine.config import Config
 from mmengine.model import BaseModule
 from mmengine.runner import load_checkpoint
 from mmengine.runner.checkpoint import CheckpointLoader
-from mmengine.structures import PixelData
 from mmseg.registry import HOOKS, METRICS, MODELS
-from mmseg.structures import SegDataSample
-from nets import ONE_EACH, shuffle
+from mmseg_small import LOSSES, samples, segmentor
+from nets import ONE_EACH, images, shuffle
 from paths import ROOT
 from timm.models import get_arch_name, get_pretrained_cfg
 
@@ -29,29 +28,17 @@ from timm_gated.models._registry import list_weights
 
 CONFIG = ROOT / 'configs' / 'mmseg' / 'pspnet' / 'gated-pspnet_r20-d4_1xb8-600-c10-pre_camvid-160x208.py'
 PACKAGED = [name for name in list_weights() if get_pretrained_cfg(name).file]
-LOSSES = [dict(type='BatchShapingLoss', loss_weight=0.2), dict(type='L0Loss', loss_weight=0.1)]
+IMAGES = images(2, 3, 32, 32)
 
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
-    def asked(*args, **kwargs):
-        pytest.fail('the network was asked for weights')
+    def download(*args, **kwargs):
+        pytest.fail('weights were downloaded')
 
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')
-    monkeypatch.setattr('timm.models._builder.load_state_dict_from_hf', asked)
-    monkeypatch.setattr('mmseg_plugin.checkpoints.load_state_dict_from_hf', asked)
-
-
-def images(size: int = 2) -> torch.Tensor:
-    return torch.randn(size, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-
-
-def samples(size: int = 2) -> list:
-    shape = dict(img_shape=(32, 32), ori_shape=(32, 32), pad_shape=(32, 32), padding_size=[0, 0, 0, 0])
-    out = [SegDataSample(metainfo=shape) for _ in range(size)]
-    for sample in out:
-        sample.gt_sem_seg = PixelData(data=torch.randint(5, (1, 32, 32)))
-    return out
+    monkeypatch.setattr('timm.models._builder.load_state_dict_from_hf', download)
+    monkeypatch.setattr('mmseg_plugin.checkpoints.load_state_dict_from_hf', download)
 
 
 def backbone(model_name: str = 'gated_resnet20', checkpoint: str = '', **kwargs) -> BaseModule:
@@ -62,20 +49,17 @@ def backbone(model_name: str = 'gated_resnet20', checkpoint: str = '', **kwargs)
     return built
 
 
-def segmentor(**backbone_args):
-    head = dict(
-        type='FCNHead', in_channels=64, in_index=3, channels=16, num_convs=1, num_classes=5, dropout_ratio=0.,
-        norm_cfg=dict(type='BN'), loss_decode=dict(type='CrossEntropyLoss'))
-    model = MODELS.build(ConfigDict(
-        type='GatedEncoderDecoder', backbone=dict(type='TimmGatedBackbone', **backbone_args), decode_head=head,
-        gate_losses=LOSSES, train_cfg=dict(), test_cfg=dict(mode='whole')))
+def timm_segmentor(model_name='gated_resnet20', checkpoint='', **kwargs):
+    init_cfg = dict(type='Pretrained', checkpoint=checkpoint) if checkpoint else None
+    backbone = dict(type='TimmGatedBackbone', model_name=model_name, init_cfg=init_cfg)
+    model = segmentor(backbone, in_channels=64, gate_losses=LOSSES, **kwargs)
     model.init_weights()
     return model
 
 
 @pytest.fixture
 def trained(tmp_path):
-    """A gated model that has learnt something, and the folder it was saved in."""
+    """A gated model with random weights, and the folder it is saved in."""
     torch.manual_seed(0)
     model = shuffle(timm.create_model('gated_resnet20')).eval()
     return model, save_pretrained(model, tmp_path / 'trained')
@@ -83,8 +67,8 @@ def trained(tmp_path):
 
 def assert_same_features(built: BaseModule, model: torch.nn.Module) -> None:
     with torch.no_grad():
-        expected = model.eval().forward_intermediates(images(), intermediates_only=True)
-        for ours, theirs in zip(built(images()), expected, strict=True):
+        expected = model.eval().forward_intermediates(IMAGES, intermediates_only=True)
+        for ours, theirs in zip(built(IMAGES), expected, strict=True):
             torch.testing.assert_close(ours, theirs)
 
 
@@ -92,7 +76,7 @@ def assert_same_features(built: BaseModule, model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize('name', [*ONE_EACH, 'cifar_resnet20', 'slim_resnet18'])
-def test_it_is_the_timm_model(name):
+def test_features_are_those_of_the_timm_model(name):
     built = backbone(name)
     model = timm.create_model(name)
     model.load_state_dict(mmseg_to_timm(built.state_dict()), strict=False)
@@ -109,7 +93,7 @@ def test_options():
     assert [64 // feature.shape[-1] for feature in built(torch.zeros(1, 3, 64, 64))] == [2, 4, 8, 8, 8]
 
 
-def test_without_init_cfg_nothing_is_loaded():
+def test_no_weights_without_init_cfg():
     torch.manual_seed(0)
     expected = timm.create_model('gated_resnet20', features_only=True).state_dict()
     torch.manual_seed(0)
@@ -133,7 +117,7 @@ def test_bad_options(args, message):
 
 
 @pytest.mark.parametrize('name', PACKAGED)
-def test_weights_of_the_package(name):
+def test_packaged_weights(name):
     stored = safetensors.torch.load_file(get_pretrained_cfg(name).file)
     built = backbone(get_arch_name(name), f'timm-gated://{name}')
     own = built.timm_model.state_dict()
@@ -160,7 +144,7 @@ def test_weights_of_a_folder(trained, caplog):
 
 @pytest.mark.parametrize('suffix', ['safetensors', 'pth'])
 def test_weights_of_a_file(trained, suffix, tmp_path):
-    """The whole state dict of the timm model, with its classifier."""
+    """The complete state dict of the timm model, with its classifier."""
     model, _ = trained
     path = tmp_path / f'model.{suffix}'
     safetensors.torch.save_file(model.state_dict(), path) if suffix != 'pth' else torch.save(model.state_dict(), path)
@@ -171,20 +155,20 @@ def test_weights_of_fewer_stages(trained):
     model, folder = trained
     built = backbone(checkpoint=f'timm-gated://local-dir:{folder}', out_indices=(1, 2))
     with torch.no_grad():
-        expected = model.forward_intermediates(images(), indices=[1, 2], intermediates_only=True)
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(built(images()), expected, strict=True))
+        expected = model.forward_intermediates(IMAGES, indices=[1, 2], intermediates_only=True)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(built(IMAGES), expected, strict=True))
 
 
 @pytest.mark.parametrize('prefix, out_indices', [
     ('', (0, 1, 2, 3)), ('', (1, 2)), ('timm_model.', (0, 1, 2, 3)), ('timm_model.model.', (0, 1, 2, 3))])
-def test_weights_of_a_network_that_runs_as_a_whole(prefix, out_indices, tmp_path):
-    """Of the timm model, or of a backbone, whether timm's list or its getter gives the features."""
+def test_weights_of_feature_getters(prefix, out_indices, tmp_path):
+    """Weights of the timm model or of a backbone, with timm's FeatureListNet or FeatureGetterNet."""
     model = shuffle(timm.create_model('gaternet_resnet20')).eval()
     torch.save({prefix + key: value for key, value in model.state_dict().items()}, tmp_path / 'model.pth')
     built = backbone('gaternet_resnet20', str(tmp_path / 'model.pth'), out_indices=out_indices)
     with torch.no_grad():
-        expected = model.forward_intermediates(images(), indices=list(out_indices), intermediates_only=True)
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(built(images()), expected, strict=True))
+        expected = model.forward_intermediates(IMAGES, indices=list(out_indices), intermediates_only=True)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(built(IMAGES), expected, strict=True))
 
 
 def test_weights_of_a_deep_stem(tmp_path):
@@ -195,7 +179,7 @@ def test_weights_of_a_deep_stem(tmp_path):
 
 
 def test_weights_into_a_backbone_of_mmseg(tmp_path):
-    """With mmseg's names, and without a classifier."""
+    """Parameters get mmseg's names, and the classifier is dropped."""
     model = shuffle(timm.create_model('gated_resnet18', stem_type='deep', stem_width=32)).eval()
     save_pretrained(model, tmp_path / 'deep')
     checkpoint = f'timm-gated://local-dir:{tmp_path / "deep"}'
@@ -207,7 +191,7 @@ def test_weights_into_a_backbone_of_mmseg(tmp_path):
     assert torch.equal(built.layer4[1].gate1.fc2.weight, model.layer4[1].gate1.fc2.weight)
 
 
-def test_weights_of_the_hub(monkeypatch, caplog):
+def test_weights_from_the_hub(monkeypatch, caplog):
     dense, asked = timm.create_model('resnet18'), []
 
     def hub(model_id, *args, **kwargs):
@@ -231,24 +215,24 @@ def test_weights_of_the_hub(monkeypatch, caplog):
     ('local-dir:nowhere', "no folder 'nowhere'"),
     ('s3:bucket', "'s3'"),
 ])
-def test_weights_that_do_not_exist(name, message):
+def test_unknown_weights(name, message):
     with pytest.raises(ValueError, match=message):
         backbone(checkpoint=f'timm-gated://{name}')
 
 
 @pytest.mark.parametrize('name', PACKAGED)
-def test_the_error_names_the_weights_of_the_package(name):
+def test_error_lists_packaged_weights(name):
     with pytest.raises(ValueError, match=f'it has: .*{name}'):
         backbone(checkpoint='timm-gated://gated_resnet20.nothing')
 
 
-def test_a_file_that_does_not_exist():
+def test_missing_file():
     with pytest.raises(FileNotFoundError, match='nowhere.safetensors'):
         backbone(checkpoint='nowhere.safetensors')
 
 
 @pytest.mark.parametrize('address', ['s3://bucket/x.safetensors', 'https://host/x.safetensors', 'a.pth', 'safetensors'])
-def test_other_places_keep_their_schemes(address):
+def test_remote_files_keep_their_loaders(address):
     assert CheckpointLoader._get_checkpoint_loader(address).__name__ != 'load_from_safetensors'
 
 
@@ -270,7 +254,7 @@ def test_weights_of_another_depth_into_a_backbone_of_mmseg(trained):
         GatedResNet(depth=18, init_cfg=cfg).init_weights()
 
 
-def test_weights_of_no_resnet(tmp_path):
+def test_weights_of_another_architecture(tmp_path):
     (tmp_path / 'other').mkdir()
     safetensors.torch.save_file({'x': torch.zeros(1)}, tmp_path / 'other' / 'model.safetensors')
     with pytest.raises(ValueError, match='not those of a ResNet'):
@@ -280,14 +264,14 @@ def test_weights_of_no_resnet(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['model.safetensors', 'pytorch_model.bin'])
-def test_weights_that_are_cut_short(tmp_path, name):
+def test_truncated_weights(tmp_path, name):
     model = timm.create_model('gated_resnet20', layers=(1, 1, 1))
     save = safetensors.torch.save_file if name.endswith('safetensors') else torch.save
     save(model.state_dict(), tmp_path / name)
     content = (tmp_path / name).read_bytes()
     for size in (0, 10, len(content) // 2):
         (tmp_path / name).write_bytes(content[:size])
-        with pytest.raises(ValueError, match=f'{tmp_path / name} is cut short'):
+        with pytest.raises(ValueError, match=f'{tmp_path / name} is truncated'):
             backbone(checkpoint=f'timm-gated://local-dir:{tmp_path}')
 
 
@@ -295,14 +279,12 @@ def test_weights_that_are_cut_short(tmp_path, name):
 
 
 def test_training_step(trained):
-    model = segmentor(
-        model_name='gated_resnet20',
-        init_cfg=dict(type='Pretrained', checkpoint=f'timm-gated://local-dir:{trained[1]}'))
+    model = timm_segmentor(checkpoint=f'timm-gated://local-dir:{trained[1]}')
     assert not any(isinstance(module, GateLosses) for module in model.modules())
     model.train()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = model.loss(images(8), samples(8))
+    losses = model.loss(images(8, 3, 32, 32), samples(8, 32))
     logits = gate_logits(model)
     torch.testing.assert_close(losses['loss_batch_shaping'], 0.2 * batch_shaping_loss(logits.sigmoid()))
     torch.testing.assert_close(losses['loss_l0'], 0.1 * l0_loss(logits))
@@ -315,19 +297,17 @@ def test_training_step(trained):
         if not parameter.requires_grad:
             continue
         assert parameter.grad is not None, name
-        assert name.endswith('.fc1.bias') or not torch.equal(parameter, before[name]), name  # (a norm follows)
+        assert name.endswith('.fc1.bias') or not torch.equal(parameter, before[name]), name  # a norm follows it
 
 
-def test_macs_and_statistics_and_speed(trained):
-    model = segmentor(
-        model_name='gated_resnet20',
-        init_cfg=dict(type='Pretrained', checkpoint=f'timm-gated://local-dir:{trained[1]}'))
+def test_macs_and_statistics_and_acceleration(trained):
+    model = timm_segmentor(checkpoint=f'timm-gated://local-dir:{trained[1]}', count_macs=True)
     model.eval()
     metric, hook = METRICS.build(dict(type='MACsMetric')), HOOKS.build(dict(type='GateStatisticsHook'))
     with torch.no_grad():
-        results = model.predict(images(), samples())
+        results = model.predict(IMAGES, samples(2, 32))
         hook._statistics.update(model)
-        counted = count_macs(model, images())
+        counted = count_macs(model, IMAGES)
         assert [result.macs for result in results] == counted.per_sample.tolist()
         metric.process(None, [result.to_dict() for result in results])
         assert 0 < metric.evaluate(size=2)['MACs_share'] < 100
@@ -335,16 +315,16 @@ def test_macs_and_statistics_and_speed(trained):
         fast = accelerate(model)
         assert not gates(fast)
         torch.testing.assert_close(
-            fast(images(), mode='tensor'), model(images(), mode='tensor'), atol=1e-4, rtol=1e-4)
+            fast(IMAGES, mode='tensor'), model(IMAGES, mode='tensor'), atol=1e-4, rtol=1e-4)
 
 
 def test_checkpoints_of_a_segmentor(tmp_path):
-    first, second = (shuffle(segmentor(model_name='gated_resnet20'), seed) for seed in (0, 1))
+    first, second = (shuffle(timm_segmentor(), seed) for seed in (0, 1))
     torch.save({'state_dict': first.state_dict()}, tmp_path / 'iter_1.pth')
     load_checkpoint(second, str(tmp_path / 'iter_1.pth'), strict=True)
     assert all(torch.equal(value, first.state_dict()[key]) for key, value in second.state_dict().items())
     with pytest.raises(ValueError, match='3-3-3 blocks.*5-5-5'):
-        load_checkpoint(segmentor(model_name='gated_resnet32'), str(tmp_path / 'iter_1.pth'))
+        load_checkpoint(timm_segmentor('gated_resnet32'), str(tmp_path / 'iter_1.pth'))
     heads = {key: value for key, value in first.state_dict().items() if not key.startswith('backbone.')}
     assert second.load_state_dict(heads, strict=False).unexpected_keys == []
 

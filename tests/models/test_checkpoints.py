@@ -1,34 +1,29 @@
-"""Tests of how weights come into gated models: dense ones under fresh gates, gated ones, and those that do not fit."""
+"""Dense and gated checkpoints in gated models: every format and every way to load them"""
 import argparse
 import copy
 import logging
 import re
 from pathlib import Path
 
+import models
 import pytest
 import timm
 import torch
 import torch.nn as nn
-from nets import GATED, TINY, dense_twin, gate_loss, gating_keys, shuffle
+from models import images
+from nets import GATED, TINY, dense_counterpart, gate_loss, gating_keys, shuffle
 from safetensors.torch import save_file
 from timm.models import is_model_pretrained, load_checkpoint, save_for_hf
-from timm.task import ClassificationTask
 from timm.utils import CheckpointSaver, ModelEmaV3
 
 from timm_gated import checkpoint_filter_fn, force_gates, gates
 
-NO_DATA = 'ignore:for .* copying from a non-meta parameter:UserWarning'  # of tests that only compare names and shapes
 FRESH = 'keep their fresh initialisation'
-NARROW = (16, 32, 64, 128)  # of networks whose depth matters
-
-
-def images(batch: int = 2, size: int = 64, in_chans: int = 3) -> torch.Tensor:
-    return torch.randn(batch, in_chans, size, size, generator=torch.Generator().manual_seed(0))
+NARROW = (16, 32, 64, 128)
 
 
 def create(name: str, seed: int = 0, **kwargs) -> nn.Module:
-    torch.manual_seed(seed)
-    return shuffle(timm.create_model(name, **kwargs), seed).eval()
+    return models.create(name, seed, **kwargs).eval()
 
 
 def assert_open_gates_equal(model: nn.Module, dense: nn.Module, x: torch.Tensor) -> None:
@@ -36,7 +31,7 @@ def assert_open_gates_equal(model: nn.Module, dense: nn.Module, x: torch.Tensor)
         out = model(x)
     with torch.no_grad():
         expected = dense.eval()(x)
-        assert not torch.allclose(model(x), expected, rtol=1e-2, atol=1e-2)  # the gates mean something
+        assert not torch.allclose(model(x), expected, rtol=1e-2, atol=1e-2)  # the gates matter
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -73,7 +68,7 @@ def test_filtered_dense_weights_and_open_gates_are_the_dense_network(depth):
     result = model.load_state_dict(state_dict)
     assert not result.missing_keys and not result.unexpected_keys
     assert_gates_untouched(model, before)
-    assert_open_gates_equal(model, dense, images())
+    assert_open_gates_equal(model, dense, images(64))
 
 
 @pytest.mark.parametrize('depth', [20, 32])
@@ -81,7 +76,7 @@ def test_dense_cifar_weights(depth):
     dense = create(f'cifar_resnet{depth}')
     model = create(f'gated_resnet{depth}', seed=1)
     model.load_state_dict(checkpoint_filter_fn(dense.state_dict(), model))
-    assert_open_gates_equal(model, dense, images(size=32))
+    assert_open_gates_equal(model, dense, images())
 
 
 def test_filter_changes_neither_the_checkpoint_nor_the_model(dense18):
@@ -110,7 +105,7 @@ def test_formats_of_cifar_checkpoints(target, nest):
     model = create(target, seed=1)
     model.load_state_dict(checkpoint_filter_fn(nest(dict(dense.state_dict())), model))
     with force_gates(model, 'open'), torch.no_grad():
-        torch.testing.assert_close(model(images(size=32)), dense(images(size=32)), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(images()), dense(images()), rtol=1e-5, atol=1e-5)
 
 
 def test_plain_load_of_dense_weights_says_so(dense18, caplog):
@@ -122,7 +117,7 @@ def test_plain_load_of_dense_weights_says_so(dense18, caplog):
     assert len(messages) == 1
     assert '8 of 8 gates' in messages[0] and 'layer1.0.gate1' in messages[0] and 'layer4.1.gate1' in messages[0]
     assert_gates_untouched(model, before)
-    assert_open_gates_equal(model, dense18, images())
+    assert_open_gates_equal(model, dense18, images(64))
 
 
 def test_plain_load_of_gated_weights_says_nothing(caplog):
@@ -133,13 +128,13 @@ def test_plain_load_of_gated_weights_says_nothing(caplog):
 
 
 def test_dense_weights_inside_a_larger_module(dense18):
-    """As a backbone with a prefix, where the gates see keys with that prefix."""
+    """Keys of a backbone have a prefix."""
     state_dict = {f'0.{k}': v for k, v in dense18.state_dict().items()}
-    whole = nn.Sequential(create('gated_resnet18', seed=1), nn.Identity())
-    before = gate_state(whole)
-    whole.load_state_dict(state_dict)
-    assert_gates_untouched(whole, before)
-    assert_open_gates_equal(whole, dense18, images())
+    larger = nn.Sequential(create('gated_resnet18', seed=1), nn.Identity())
+    before = gate_state(larger)
+    larger.load_state_dict(state_dict)
+    assert_gates_untouched(larger, before)
+    assert_open_gates_equal(larger, dense18, images(64))
 
 
 def test_dense_weights_into_a_features_only_model(dense18):
@@ -149,11 +144,11 @@ def test_dense_weights_into_a_features_only_model(dense18):
     extractor.load_state_dict(backbone)
     reference.load_state_dict(backbone)
     with force_gates(extractor, 'open'), torch.no_grad():
-        for feature, expected in zip(extractor(images()), reference(images()), strict=True):
+        for feature, expected in zip(extractor(images(64)), reference(images(64)), strict=True):
             torch.testing.assert_close(feature, expected, rtol=1e-5, atol=1e-5)
 
 
-# timm.create_model(checkpoint_path=…), which is --initial-checkpoint
+# timm.create_model(checkpoint_path=…), the option --initial-checkpoint of train.py
 
 
 @pytest.mark.parametrize('depth', [18, 50])
@@ -166,7 +161,7 @@ def test_checkpoint_path(depth, tmp_path, caplog):
     for _, gate in gates(model):
         torch.testing.assert_close(gate.fc2.bias, torch.full_like(gate.fc2.bias, 0.405))
     shuffle_gates_only(model)
-    assert_open_gates_equal(model, dense, images())
+    assert_open_gates_equal(model, dense, images(64))
 
 
 def shuffle_gates_only(model: nn.Module) -> None:
@@ -178,32 +173,32 @@ def test_checkpoint_path_of_a_safetensors_file(dense18, tmp_path):
     save_file(dense18.state_dict(), tmp_path / 'model.safetensors')
     model = timm.create_model('gated_resnet18', checkpoint_path=str(tmp_path / 'model.safetensors'))
     shuffle_gates_only(model)
-    assert_open_gates_equal(model, dense18, images())
+    assert_open_gates_equal(model, dense18, images(64))
 
 
 def test_checkpoint_path_of_a_cifar_checkpoint(tmp_path):
-    """The common CIFAR format, whose head is called `linear`, as --initial-checkpoint gets it: without a filter."""
+    """The common CIFAR format, whose head is called `linear`, loaded without the filter."""
     dense = create('cifar_resnet20')
     state_dict = {'module.' + re.sub('^fc', 'linear', k): v for k, v in dense.state_dict().items()}
     torch.save({'state_dict': state_dict, 'best_prec1': 91.7}, tmp_path / 'resnet20.th')
     model = timm.create_model('gated_resnet20', checkpoint_path=str(tmp_path / 'resnet20.th'))
     shuffle_gates_only(model)
-    assert_open_gates_equal(model, dense, images(size=32))
+    assert_open_gates_equal(model, dense, images())
 
 
 def test_load_checkpoint_with_the_filter(dense18, dense18_path):
     model = create('gated_resnet18', seed=1)
     load_checkpoint(model, str(dense18_path), filter_fn=checkpoint_filter_fn)
-    assert_open_gates_equal(model, dense18, images())
+    assert_open_gates_equal(model, dense18, images(64))
 
 
 @pytest.mark.parametrize('kind', ['gated_resnet20', 'cifar_resnet20'])
 def test_checkpoint_of_a_timm_training_run(kind, tmp_path):
-    """Written by timm's saver right after a step; timm prefers the averaged weights."""
+    """timm loads the EMA weights by default."""
     trained = create(kind, num_classes=4).train()
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     ema = ModelEmaV3(trained, decay=0.5)
-    (trained(images(size=32)).pow(2).sum() + gate_loss(trained)).backward()
+    (trained(images()).pow(2).sum() + gate_loss(trained)).backward()
     optimizer.step()
     ema.update(trained)
     args = argparse.Namespace(model=kind)
@@ -229,7 +224,7 @@ def test_pretrained_from_a_file(suffix, dense18, tmp_path):
     save_file(dense18.state_dict(), path) if suffix == 'safetensors' else torch.save(dense18.state_dict(), path)
     model = timm.create_model('gated_resnet18', pretrained=True, pretrained_cfg_overlay=dict(file=str(path)))
     shuffle_gates_only(model)
-    assert_open_gates_equal(model, dense18, images())
+    assert_open_gates_equal(model, dense18, images(64))
 
 
 def test_pretrained_with_another_head_and_input(dense18, dense18_path):
@@ -244,7 +239,7 @@ def test_pretrained_with_another_head_and_input(dense18, dense18_path):
     for key, value in reference.state_dict().items():
         assert key.startswith('fc.') or torch.equal(own[key], value), key
     assert torch.equal(own['conv1.weight'], dense18.conv1.weight.sum(1, keepdim=True))
-    x = images(in_chans=1)
+    x = images(64, in_chans=1)
     shuffle_gates_only(model)
     with force_gates(model.eval(), 'open'), torch.no_grad():
         torch.testing.assert_close(
@@ -258,7 +253,7 @@ def test_pretrained_cifar_with_another_head_and_input(tmp_path):
     overlay = dict(file=str(tmp_path / 'resnet20.th'))
     model = timm.create_model('gated_resnet20', pretrained=True, pretrained_cfg_overlay=dict(overlay))
     shuffle_gates_only(model)
-    assert_open_gates_equal(model, dense, images(size=32))
+    assert_open_gates_equal(model, dense, images())
     model = timm.create_model(
         'gated_resnet20', pretrained=True, num_classes=100, in_chans=1, pretrained_cfg_overlay=dict(overlay))
     assert model.fc.out_features == 100
@@ -277,7 +272,7 @@ def test_pretrained_of_a_gated_file(tmp_path):
     torch.save(gated.state_dict(), tmp_path / 'gated.pth')
     overlay = dict(file=str(tmp_path / 'gated.pth'))
     model = timm.create_model('gated_resnet20', pretrained=True, pretrained_cfg_overlay=dict(overlay)).eval()
-    assert torch.equal(model(images(size=32)), gated(images(size=32)))
+    assert torch.equal(model(images()), gated(images()))
     model = timm.create_model('gated_resnet20', pretrained=True, num_classes=3, pretrained_cfg_overlay=dict(overlay))
     assert_gates_untouched(model, gate_state(gated))
 
@@ -319,7 +314,7 @@ def test_dense_tag_loads_timms_weights_under_fresh_gates(depth, monkeypatch, cap
     assert FRESH in caplog.text
     assert model.pretrained_cfg['tag'] == 'dense_a1_in1k'
     shuffle_gates_only(model)
-    assert_open_gates_equal(model, dense, images())
+    assert_open_gates_equal(model, dense, images(64))
 
 
 # Gated weights
@@ -327,7 +322,7 @@ def test_dense_tag_loads_timms_weights_under_fresh_gates(depth, monkeypatch, cap
 
 @pytest.mark.parametrize('name, kwargs', [*TINY.items(), ('gated_resnet20_w10', {})])
 def test_dense_weights_under_the_gates_of_any_method(name, kwargs, caplog):
-    dense, model = dense_twin(name, num_classes=3, **kwargs), create(name, num_classes=3, **kwargs)
+    dense, model = dense_counterpart(name, num_classes=3, **kwargs), create(name, num_classes=3, **kwargs)
     before = gate_state(model)
     model.load_state_dict(checkpoint_filter_fn(dense.state_dict(), model))
     assert FRESH in caplog.text
@@ -340,25 +335,25 @@ def test_dense_weights_under_the_gates_of_any_method(name, kwargs, caplog):
 def test_gated_round_trip(name, kwargs, tmp_path):
     model = create(name, num_classes=3, **kwargs)
     torch.save(model.state_dict(), tmp_path / 'gated.pth')
-    twin = create(name, seed=1, num_classes=3, **kwargs)
-    result = twin.load_state_dict(torch.load(tmp_path / 'gated.pth', weights_only=True), strict=True)
+    loaded = create(name, seed=1, num_classes=3, **kwargs)
+    result = loaded.load_state_dict(torch.load(tmp_path / 'gated.pth', weights_only=True), strict=True)
     assert not result.missing_keys and not result.unexpected_keys
-    assert torch.equal(twin(images(size=32)), model(images(size=32)))
-    filtered = checkpoint_filter_fn(model.state_dict(), twin)
+    assert torch.equal(loaded(images()), model(images()))
+    filtered = checkpoint_filter_fn(model.state_dict(), loaded)
     assert list(filtered) == list(model.state_dict())
 
 
 def test_hub_folder_round_trip(tmp_path):
-    """What timm pushes to the hub, and `local-dir:` names read."""
+    """A folder written by timm loads as `local-dir:`."""
     model = create('gated_resnet20', num_classes=3)
     save_for_hf(model, tmp_path)
-    twin = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
-    assert twin.num_classes == 3
-    assert torch.equal(twin(images(size=32)), model(images(size=32)))
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    assert loaded.num_classes == 3
+    assert torch.equal(loaded(images()), model(images()))
 
 
 def test_checkpoint_with_some_gates(caplog):
-    """A checkpoint with one gate a block under a model with two."""
+    """The checkpoint has one gate per block, the model has two."""
     one = create('gated_resnet50', gated_maps=(1,), num_classes=3, layers=(1, 1, 1, 1))
     two = create('gated_resnet50', seed=1, num_classes=3, layers=(1, 1, 1, 1))
     before = gate_state(two)
@@ -370,133 +365,17 @@ def test_checkpoint_with_some_gates(caplog):
     assert all(torch.equal(after[k], before[k]) for k in after if 'gate2' in k)
 
 
-# What does not fit
-
-
-@pytest.mark.parametrize('strict', [True, False])
-@pytest.mark.parametrize('lost', ['fc1.weight', 'fc2.bias', 'bn.running_mean'])
-def test_half_a_gate_is_an_error(lost, strict):
-    model = create('gated_resnet20')
-    state_dict = model.state_dict()
-    del state_dict[f'layer2.1.gate1.{lost}']
-    with pytest.raises(RuntimeError, match=rf'layer2\.1\.gate1 is only half.*layer2\.1\.gate1\.{lost}'):
-        model.load_state_dict(state_dict, strict=strict)
-    with pytest.raises(RuntimeError, match=rf'layer2\.1\.gate1\.{lost}'):
-        model.load_state_dict(checkpoint_filter_fn(state_dict, model), strict=strict)
-
-
-@pytest.mark.parametrize('strict', [True, False])
-def test_a_gate_of_one_key_is_an_error(strict):
-    model = create('gated_resnet20')
-    state_dict = create('cifar_resnet20').state_dict()
-    state_dict['layer1.0.gate1.fc1.weight'] = model.layer1[0].gate1.fc1.weight
-    with pytest.raises(RuntimeError, match=r'layer1\.0\.gate1 is only half.*fc2\.weight'):
-        model.load_state_dict(state_dict, strict=strict)
-
-
-@pytest.mark.filterwarnings(NO_DATA)
-@pytest.mark.parametrize('strict', [True, False])
-@pytest.mark.parametrize('theirs, ours, message', [
-    ('resnet34', 'gated_resnet18', '3-4-6-3.*2-2-2-2'),
-    ('resnet18', 'gated_resnet34', '2-2-2-2.*3-4-6-3'),
-    ('resnet101', 'gated_resnet50', '3-4-23-3.*3-4-6-3'),
-    ('gated_resnet34', 'gated_resnet18', '3-4-6-3.*2-2-2-2'),
-    ('cifar_resnet32', 'gated_resnet20', '5-5-5.*3-3-3'),
-    ('gated_resnet20', 'gated_resnet32', '3-3-3.*5-5-5'),
-    ('cifar_resnet20', 'gated_resnet18', '3-3-3.*2-2-2-2'),
-    ('resnet34', 'gated_resnet50', '2 convolutions.*3'),  # the same number of blocks
-    ('gated_resnet50', 'gated_resnet34', '3 convolutions.*2'),
-    ('resnet50', 'skipnet_resnet34', '3 convolutions.*2'),
-])
-def test_another_depth_is_an_error_that_names_both(theirs, ours, message, strict, caplog):
-    state_dict = timm.create_model(theirs, device='meta').state_dict()
-    model = timm.create_model(ours, device='meta')
-    message = rf'^the checkpoint is of another depth: [^\n]*{message}\.$'  # and nothing else
-    with pytest.raises(ValueError, match=message):
-        checkpoint_filter_fn(state_dict, model)
-    with pytest.raises(RuntimeError, match=message):
-        model.load_state_dict(state_dict, strict=strict)
-    task = ClassificationTask(model, nn.CrossEntropyLoss(), verbose=False)
-    with pytest.raises(RuntimeError, match=message):
-        task.load_checkpoint_state(state_dict)  # --resume
-    assert FRESH not in caplog.text
-
-
-@pytest.mark.filterwarnings(NO_DATA)
-@pytest.mark.parametrize('theirs, ours', [
-    ('cifar_resnet32', 'cifar_resnet20'), ('resnet34', 'slim_resnet18'), ('resnet34', 'slim_resnet50')])
-def test_dense_models_of_this_package_say_first_that_the_depth_is_another(theirs, ours):
-    with pytest.raises(RuntimeError, match='^the checkpoint is of another depth'):
-        timm.create_model(ours, device='meta').load_state_dict(timm.create_model(theirs, device='meta').state_dict())
-
-
-def test_fresh_gates_are_remembered_until_weights_come(dense18):
+def test_gates_without_weights_are_listed(dense18):
     model = timm.create_model('gated_resnet18')
     model.load_state_dict(dense18.state_dict())
     assert len(model.fresh_gates) == 8
     model.load_state_dict(create('gated_resnet18').state_dict())
     assert not model.fresh_gates
     model.load_state_dict(dense18.state_dict())
-    assert not model.fresh_gates  # they have those of the checkpoint before
+    assert not model.fresh_gates  # they keep the weights of the previous checkpoint
 
 
-def test_another_depth_by_checkpoint_path(tmp_path):
-    torch.save(timm.create_model('resnet34').state_dict(), tmp_path / 'dense.pth')
-    with pytest.raises(RuntimeError, match='another depth.*3-4-6-3.*2-2-2-2'):
-        timm.create_model('gated_resnet18', checkpoint_path=str(tmp_path / 'dense.pth'))
-    with pytest.raises(ValueError, match='another depth.*3-4-6-3.*2-2-2-2'):
-        timm.create_model(
-            'gated_resnet18', pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / 'dense.pth')))
-
-
-def test_a_dense_model_of_this_package_refuses_another_depth():
-    with pytest.raises(ValueError, match='another depth.*5-5-5.*3-3-3'):
-        checkpoint_filter_fn(
-            timm.create_model('cifar_resnet32').state_dict(), timm.create_model('cifar_resnet20'))
-
-
-@pytest.mark.filterwarnings(NO_DATA)
-@pytest.mark.parametrize('theirs, ours, message', [
-    (('cifar_resnet20', dict(inner_width=10)), 'gated_resnet20',
-     r'other shapes: layer1.0.conv1.weight \(160, 16, 3, 3\) instead of \(16, 16, 3, 3\)'),
-    (('gated_resnet20_w10', {}), 'gated_resnet20_w20', r'\(160, 16, 3, 3\) instead of \(320, 16, 3, 3\)'),
-    (('wide_resnet50_2', {}), 'gated_resnet50', r'other shapes: layer1.0.conv1.weight'),
-])
-def test_another_width_is_an_error(theirs, ours, message):
-    name, kwargs = theirs
-    state_dict = timm.create_model(name, device='meta', **kwargs).state_dict()
-    model = timm.create_model(ours, device='meta')
-    with pytest.raises(ValueError, match=f'does not fit this {type(model).__name__}.*{message}'):
-        checkpoint_filter_fn(state_dict, model)
-    with pytest.raises(RuntimeError, match=r'size mismatch|Missing key'):
-        model.load_state_dict(state_dict)
-
-
-@pytest.mark.parametrize('change, message', [
-    (lambda sd: sd.pop('layer2.0.bn1.weight'), 'missing: layer2.0.bn1.weight'),
-    (lambda sd: sd.update(extra=torch.zeros(1)), 'unexpected: extra'),
-])
-def test_missing_and_unexpected_keys_are_named(change, message):
-    state_dict = dict(timm.create_model('cifar_resnet20').state_dict())
-    change(state_dict)
-    with pytest.raises(ValueError, match=message):
-        checkpoint_filter_fn(state_dict, timm.create_model('gated_resnet20'))
-
-
-def test_a_gate_of_another_width_is_an_error():
-    model = create('gated_resnet20')
-    state_dict = create('gated_resnet20', gate_hidden=8).state_dict()
-    with pytest.raises(RuntimeError, match='size mismatch for layer1.0.gate1.fc1.weight'):
-        model.load_state_dict(checkpoint_filter_fn(state_dict, model))
-
-
-@pytest.mark.parametrize('empty', [{}, {'state_dict': {}}])
-def test_an_empty_checkpoint_is_an_error(empty):
-    with pytest.raises(ValueError, match='missing: '):
-        checkpoint_filter_fn(empty, timm.create_model('gated_resnet20', device='meta'))
-
-
-# Objectives that have parameters of their own
+# Objectives with parameters
 
 
 def test_dense_weights_into_a_model_with_a_prior_that_learns(dense18, dense18_path):
@@ -509,4 +388,4 @@ def test_dense_weights_into_a_model_with_a_prior_that_learns(dense18, dense18_pa
 def test_deepcopy_of_a_loaded_model(dense18):
     model = create('gated_resnet18', seed=1)
     model.load_state_dict(dense18.state_dict())
-    assert torch.equal(copy.deepcopy(model)(images()), model(images()))
+    assert torch.equal(copy.deepcopy(model)(images(64)), model(images(64)))

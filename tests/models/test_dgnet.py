@@ -1,11 +1,10 @@
-"""DGNet: channel gates under a budget of MACs, and what follows from their being channel gates"""
+"""DGNet: channel gates under a MAC budget"""
 import pytest
 import timm
 import torch
 import torch.nn as nn
+from models import train
 from nets import images
-from timm.optim import create_optimizer_v2
-from timm.task import ClassificationTask
 
 from timm_gated import ChannelGate, MacBudget, accelerate, count_macs, force_gates, gates, objectives, prune_static
 
@@ -19,9 +18,9 @@ def create(name: str = 'dgnet_resnet18', **kwargs) -> nn.Module:
 
 @pytest.mark.parametrize('depth', [18, 34, 50])
 def test_it_is_the_gated_resnet_with_another_loss(depth):
-    model, twin = (timm.create_model(f'{method}_resnet{depth}', device='meta') for method in ('dgnet', 'gated'))
-    shapes, twin_shapes = ({k: v.shape for k, v in net.state_dict().items()} for net in (model, twin))
-    assert shapes == twin_shapes
+    model, gated = (timm.create_model(f'{method}_resnet{depth}', device='meta') for method in ('dgnet', 'gated'))
+    shapes, expected = ({k: v.shape for k, v in net.state_dict().items()} for net in (model, gated))
+    assert shapes == expected
     assert all(type(gate) is ChannelGate for _, gate in gates(model))
     (objective,) = objectives(model)
     assert isinstance(objective, MacBudget) and objective.budget == 0.5
@@ -32,7 +31,7 @@ def test_options():
     assert (model.mac_budget.budget, model.mac_budget.budget_weight) == (0.3, 2.)
     assert all((gate.fc2.bias == 0.1).all() and gate.fc2.in_features == 4 for _, gate in gates(model))
     with pytest.raises(TypeError, match='lam'):
-        create(lam=0.75)  # of another objective
+        create(lam=0.75)  # an option of another objective
 
 
 def test_gates_start_open():
@@ -42,7 +41,7 @@ def test_gates_start_open():
 
 
 def test_macs_by_hand():
-    """A quarter of the filters of one block, for one of two images."""
+    """A quarter of the filters of one block is executed for one of two images."""
     model, x = create(layers=(1, 1, 1, 1)), images(2, 3, 64, 64)
     with force_gates(model, 'open'):
         opened = count_macs(model, x)
@@ -57,23 +56,12 @@ def test_macs_by_hand():
 
 @pytest.mark.parametrize('bias, budget', [(2., 0.6), (-1., 0.8)])
 def test_training_moves_the_share_to_the_budget(bias, budget):
-    """Under timm's task and optimizer, while the images are learnt."""
-    kwargs = dict(layers=(2, 1, 1, 1), channels=(64, 32, 32, 32))  # (of small blocks the stem would be most)
-    model = create(gate_bias=bias, budget=budget, budget_weight=100., **kwargs).train()
-    task = ClassificationTask(model, nn.CrossEntropyLoss(), verbose=False)
-    optimizer = create_optimizer_v2(model, opt='momentum', lr=0.1, weight_decay=1e-4)
-    x, y = images(32, 3, 32, 32), torch.arange(32) % 4
-    results = []
-    for _ in range(60):
-        result = task(x, y)
-        optimizer.zero_grad()
-        result['loss'].backward()
-        optimizer.step()
-        results.append({name: result[name].item() for name in ('loss', 'task_loss', 'macs_share', 'budget_loss')})
-    first, last = ({n: sum(r[n] for r in part) / 5 for n in results[0]} for part in (results[:5], results[-5:]))
+    kwargs = dict(layers=(2, 1, 1, 1), channels=(64, 32, 32, 32))  # with small blocks the stem would have most MACs
+    model = create(gate_bias=bias, budget=budget, budget_weight=100., **kwargs)
+    first, last = train(model, images(32, 3, 32, 32), torch.arange(32) % 4)
     assert abs(first['macs_share'] - budget) > 0.1 and last['macs_share'] == pytest.approx(budget, abs=0.05)
     assert last['loss'] < first['loss'] and last['task_loss'] < first['task_loss']
-    assert results[0]['loss'] == pytest.approx(results[0]['task_loss'] + 100 * results[0]['budget_loss'], rel=1e-5)
+    assert first['loss'] == pytest.approx(first['task_loss'] + 100 * first['budget_loss'], rel=1e-5)
 
 
 @pytest.mark.parametrize('name', ['dgnet_resnet18', 'dgnet_resnet50'])

@@ -1,11 +1,11 @@
-"""Feature boosting and suppression: its gate, its blocks, its MACs by hand, its density over a training"""
+"""Feature boosting and suppression: gate, blocks, MACs, and the schedule of the density"""
 import copy
 
 import pytest
 import timm
 import torch
 import torch.nn as nn
-from nets import SMALL, TINY, dense_twin, family, images, shuffle, without_gates
+from nets import SMALL, TINY, dense_counterpart, family, images, shuffle, without_gates
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -18,7 +18,7 @@ THIN = dict(layers=(1, 1, 1), channels=(8, 8, 8))
 
 
 def densities(model: nn.Module) -> set:
-    """Share of the channels that win, in every gate."""
+    """Shares of computed channels of all gates."""
     return {gate.num_open.item() / gate.num_gates for _, gate in gates(model)}
 
 
@@ -59,7 +59,7 @@ def test_saliencies_start_around_one():
     assert all((gate.fc.bias == 1).all() for _, gate in gates(model))
 
 
-def test_the_number_of_winners_comes_back_after_the_meta_device():
+def test_the_number_of_winners_is_restored_after_the_meta_device():
     gate = SaliencyGate(4, 10, device='meta')
     gate.set_density(0.3)
     gate.to_empty(device='cpu').init_non_persistent_buffers()
@@ -70,7 +70,7 @@ def test_the_number_of_winners_comes_back_after_the_meta_device():
 
 
 def test_boost_by_hand():
-    """mask * g * (what the norm makes without its shift) + mask * shift"""
+    """mask * g * (output of the norm without its shift) + mask * shift"""
     torch.manual_seed(0)
     norm = shuffle(nn.BatchNorm2d(3)).eval()
     x, g, mask = images(2, 3, 4, 4), torch.rand(2, 3), torch.tensor([[1., 0., 1.], [0., 1., 1.]])
@@ -82,7 +82,7 @@ def test_boost_by_hand():
 
 
 def test_block_by_hand():
-    """Suppressed channels are zero, whatever the shift; the sum with the shortcut is whole."""
+    """Suppressed channels are zero regardless of the shift. The sum with the shortcut has all channels."""
     torch.manual_seed(0)
     block, x = shuffle(FbsBasicBlock(6, 6)).eval(), images(2, 6, 5, 5)
     for gate in (block.gate1, block.gate2):
@@ -101,10 +101,10 @@ def test_block_by_hand():
 @pytest.mark.parametrize('training', [False, True])
 @pytest.mark.parametrize('name', FBS)
 def test_density_one_is_the_dense_network_up_to_the_saliencies(name, training):
-    """Exactly, where they are 1: FC weights 0, biases 1. The scales of the norms are those of the dense network."""
+    """With FC weights 0 and biases 1, all saliencies are 1, and the outputs are equal."""
     torch.manual_seed(0)
     model = shuffle(timm.create_model(name, num_classes=4, density=1., **TINY[name])).train(training)
-    dense = shuffle(dense_twin(name, num_classes=4, **TINY[name]), seed=1).train(training)
+    dense = shuffle(dense_counterpart(name, num_classes=4, **TINY[name]), seed=1).train(training)
     model.load_state_dict(checkpoint_filter_fn(dense.state_dict(), model))
     x = images(3, 3, 64, 64)
     assert not torch.allclose(model(x), dense(x))
@@ -193,7 +193,7 @@ def make_task(**kwargs) -> ClassificationTask:
 
 
 def train_epochs(task: ClassificationTask, epochs: int) -> list:
-    """Densities of every step, and of the evaluation after every epoch."""
+    """Densities of two training steps and one evaluation per epoch."""
     seen, model = [], task.get_trainable_module()
     for _ in range(epochs):
         model.train()
@@ -208,7 +208,7 @@ SEEN = [density for density in (1., 0.75, 0.5, 0.25, 0.25) for _ in range(3)]
 
 def test_training_lowers_the_density_and_evaluation_follows():
     task = make_task()
-    assert densities(task.get_trainable_module()) == {0.25}  # what a network for evaluation has
+    assert densities(task.get_trainable_module()) == {0.25}  # the final density, until training starts
     assert train_epochs(task, 5) == SEEN
 
 
@@ -217,14 +217,14 @@ def test_density_of_a_resumed_training():
     seen = train_epochs(first, 2)
     state = copy.deepcopy(first.get_checkpoint_state())
     resumed.load_checkpoint_state(state['state_dict'], state['task_state'])
-    assert densities(resumed.get_trainable_module()) == {0.75}  # before any step: it may be evaluated first
+    assert densities(resumed.get_trainable_module()) == {0.75}  # before the first step
     assert seen + train_epochs(resumed, 3) == SEEN
     fresh = timm.create_model('fbs_resnet20', density=0.5, **THIN)
     fresh.load_state_dict(state['state_dict'])
     assert densities(fresh) == {0.5}
 
 
-def test_density_of_the_average():
+def test_density_of_the_ema():
     task = make_task()
     ema = task.setup_ema(decay=0.5)
     train_epochs(task, 2)
@@ -253,7 +253,6 @@ def test_forcing_stays_forced():
 
 
 def test_training_learns_while_the_density_falls():
-    """Under timm's task and optimizer."""
     torch.manual_seed(0)
     kwargs = dict(layers=(2, 2, 2), channels=(8, 8, 8), density=0.5, density_epochs=(0, 4), saliency_weight=0.02)
     model = timm.create_model('fbs_resnet20', **kwargs)
@@ -276,8 +275,8 @@ def test_training_learns_while_the_density_falls():
 
 
 @pytest.mark.parametrize('name', ['fbs_resnet20', 'fbs_resnet32'])
-def test_a_fresh_network_does_not_run_away(name):
-    """Saliencies scale the maps that the next ones are read from."""
+def test_a_new_network_does_not_diverge(name):
+    """Saliencies scale the maps from which later saliencies are predicted."""
     torch.manual_seed(0)
     model = timm.create_model(name).eval()
     with torch.no_grad():

@@ -1,34 +1,32 @@
-"""GaterNet: semantic hashing, what the gater tells the gates, its MACs by hand, and a short training"""
+"""GaterNet: semantic hashing, gater, MACs, objective and a short training"""
 import copy
 
 import pytest
 import timm
 import torch
 import torch.nn as nn
-from nets import SMALL, TINY, dense_twin, family, images, shuffle
+from models import train
+from nets import TINY, images, shuffle
 from timm.models._features import FeatureGetterNet
-from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
-from torch.nn.functional import cross_entropy
 
 from timm_gated import GateSparsity, accelerate, count_macs, force_gates, gates
 from timm_gated.loss.objective import objectives
 from timm_gated.models.gaternet import HashingGate, semantic_hashing
 
-GATER = [name for name in SMALL if family(name) == 'gaternet']
 THIN = dict(layers=(1, 1, 1), channels=(8, 8, 8))
 
 
-def create(name: str = 'gaternet_resnet20', **kwargs) -> nn.Module:
+def create(**kwargs) -> nn.Module:
     torch.manual_seed(0)
-    return shuffle(timm.create_model(name, **dict(TINY[name], num_classes=4, **kwargs)))
+    return shuffle(timm.create_model('gaternet_resnet20', num_classes=4, **TINY['gaternet_resnet20'], **kwargs))
 
 
 # Semantic hashing
 
 
 def test_semantic_hashing_by_hand():
-    """With the same noise: hard in even rows, soft in odd ones, and the soft gradient in both."""
+    """With the same noise: even rows are hard, odd rows are soft, and both have the soft gradient."""
     logits = (3 * images(6, 50)).requires_grad_()
     torch.manual_seed(0)
     mask = semantic_hashing(logits)
@@ -50,7 +48,7 @@ def test_evaluation_has_no_noise():
     assert gate(torch.tensor([[-0.1, 0., 0.1], [2., -2., 1.]])).tolist() == [[0, 0, 1], [1, 0, 1]]
 
 
-def test_a_gate_that_was_told_nothing():
+def test_a_gate_without_logits():
     model = create()
     with pytest.raises(RuntimeError, match='the gater has to read the images first'):
         model.layer1(images(2, 16, 8, 8))
@@ -84,13 +82,13 @@ def test_decisions_are_there_before_the_network_runs():
 def test_a_copy_has_its_own_gates():
     model, x = create().eval(), images(2, 3, 16, 16)
     model(x)
-    twin = copy.deepcopy(model)
+    closed = copy.deepcopy(model)
     with torch.no_grad():
-        twin.gater.fc2.bias.fill_(-100.)
-        twin(x)
-    assert all(gate.decision.max() == 0 for _, gate in gates(twin))
-    assert any(gate.decision.max() == 1 for _, gate in gates(model))  # untouched by the copy
-    assert {n for n, _ in gates(twin)} == {'layer1.0.gate1', 'layer2.0.gate1', 'layer3.0.gate1'}
+        closed.gater.fc2.bias.fill_(-100.)
+        closed(x)
+    assert all(gate.decision.max() == 0 for _, gate in gates(closed))
+    assert any(gate.decision.max() == 1 for _, gate in gates(model))
+    assert {n for n, _ in gates(closed)} == {'layer1.0.gate1', 'layer2.0.gate1', 'layer3.0.gate1'}
 
 
 def test_one_image_trains():
@@ -106,15 +104,6 @@ def test_autocast_leaves_the_last_layers_in_full_precision():
     logits = gates(model)[0][1].logits
     assert logits.dtype == torch.float32 and not torch.equal(logits, logits.bfloat16().float())
 
-
-@pytest.mark.parametrize('training', [False, True])
-@pytest.mark.parametrize('name', GATER)
-def test_open_gates_are_exactly_the_dense_network(name, training):
-    model = create(name).train(training)
-    dense = dense_twin(name, num_classes=4, **TINY[name]).train(training)
-    dense.load_state_dict({k: v for k, v in model.state_dict().items() if k in dense.state_dict()})
-    with force_gates(model, 'open'):
-        assert torch.equal(model(images(3, 3, 64, 64)), dense(images(3, 3, 64, 64)))
 
 
 @pytest.mark.parametrize('feature_cls', ['list', 'hook', 'fx', 'getter'])
@@ -133,19 +122,6 @@ def test_features_only_uses_the_getter():
     with pytest.raises(ValueError, match="feature_cls='dict' .* without its gater; use 'getter'"):
         create(features_only=True, feature_cls='dict')
 
-
-def test_two_forward_passes_before_their_backward_passes():
-    """Under gradient checkpointing too: what the gater says of one batch is not said of the other."""
-    grads = []
-    for checkpointing in (False, True):
-        model = create().train()
-        model.set_grad_checkpointing(checkpointing)
-        torch.manual_seed(1)
-        outputs = [model(images(4, 3, 16, 16) * scale) for scale in (1, 3)]
-        sum(output.pow(2).sum() for output in outputs).backward()
-        grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    for name, grad in grads[0].items():
-        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_options_of_the_gater():
@@ -179,14 +155,14 @@ def test_accelerate_refuses(features_only):
 
 
 def test_macs_of_a_network():
-    """Half of the filters of the second block, for one of two images."""
+    """Half of the filters of the second block are executed for one of two images."""
     model, x = create(), images(2, 3, 32, 32)
     half = torch.stack((torch.ones(32), (torch.arange(32) < 16).float()))
     with force_gates(model, 'open'), force_gates(model, {'layer2.0.gate1': half}):
         macs = count_macs(model, x)
     stem, head = 9 * 3 * 16 * 32 ** 2, 64 * 4
     block1, block2, block3 = 9 * (16 * 16 + 16 * 16) * 1024, 9 * (16 * 32 + 32 * 32) * 256, 9 * (32 * 64 + 64 * 64) * 64
-    # The gater, a third as deep and half as wide: its stem, blocks, the additions of its pooling, and the two layers.
+    # The gater is half as wide: stem, three blocks, additions of the pooling, and the two linear layers.
     gater = 9 * 3 * 8 * 1024 + 9 * (8 * 8 + 8 * 8) * 1024 + 9 * (8 * 16 + 16 * 16) * 256 + 9 * (16 * 32 + 32 * 32) * 64
     gater += 32 * 64 + 32 * 16 + 16 * (16 + 32 + 64)
     dense = stem + block1 + block2 + block3 + head
@@ -207,39 +183,17 @@ def test_l1_by_hand():
     assert 'sparsity_weight=0.1' in repr(GateSparsity())
 
 
-def test_losses_of_two_batches_under_gradient_checkpointing():
-    """A step's blocks are run again before the next step's gater speaks."""
-    model = create().train()
-    twin = copy.deepcopy(model)
-    twin.set_grad_checkpointing()
-    for m in (model, twin):
-        torch.manual_seed(3)
-        for _ in range(2):
-            cross_entropy(m(torch.randn(4, 3, 16, 16)), torch.arange(4)).backward()
-    for (n, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6, msg=n)
-
 
 @pytest.mark.parametrize('sparsity, budget', [(3., None), (0., 0.6)])
 def test_training_moves_the_gates(sparsity, budget):
-    """Under timm's task and optimizer: L1 closes gates, or a budget is met, while the images are learnt."""
+    """L1 closes gates, or a budget is met, while the task loss falls."""
     torch.manual_seed(0)
     kwargs = dict(layers=(2, 1, 1), channels=(16, 16, 16), sparsity_weight=sparsity, budget=budget)
     kwargs.update(budget_weight=30. if budget else None, gater_args=dict(layers=(1, 1, 1), channels=(4, 4, 4)))
-    model = timm.create_model('gaternet_resnet20', **kwargs).train()
-    task = ClassificationTask(model, nn.CrossEntropyLoss(), verbose=False)
-    optimizer = create_optimizer_v2(model, opt='momentum', lr=0.1, weight_decay=5e-4)
-    x, y = images(64, 3, 16, 16), torch.arange(64) % 10
-    results = []
-    for _ in range(60):
-        result = task(x, y)
-        optimizer.zero_grad()
-        result['loss'].backward()
-        optimizer.step()
-        results.append({n: float(result[n]) for n in ('loss', 'task_loss', 'sparsity_loss')})
-    first, last = ({n: sum(r[n] for r in part) / 5 for n in results[0]} for part in (results[:5], results[-5:]))
+    model = timm.create_model('gaternet_resnet20', **kwargs)
+    first, last = train(model, images(64, 3, 16, 16), torch.arange(64) % 10)
     assert last['loss'] < first['loss'] and last['task_loss'] < first['task_loss']
     if budget is None:
         assert last['sparsity_loss'] < 0.7 * first['sparsity_loss']
     else:
-        assert float(result['macs_share']) == pytest.approx(budget, abs=0.08)
+        assert last['macs_share'] == pytest.approx(budget, abs=0.08)

@@ -3,8 +3,8 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
-from models import assert_gates_have_gradients, blueprint, create, images
-from nets import GATED, SMALL, TINY, dense_twin, family, gate_loss, is_bottleneck, is_imagenet, without_gates
+from models import assert_gates_have_gradients, blueprint, create, dense_copy, images
+from nets import GATED, SMALL, TINY, family, gate_loss, is_bottleneck, is_imagenet, without_gates
 
 from timm_gated import gates
 
@@ -36,7 +36,7 @@ def test_out_indices(name, out_indices):
 
 @pytest.mark.parametrize('name, feature_cls', [
     (name, feature_cls) for name in SMALL for feature_cls in ('list', 'dict', 'hook', 'fx', 'getter')
-    if family(name) != 'gaternet' or feature_cls not in ('list', 'dict')])  # (which run children by themselves)
+    if family(name) != 'gaternet' or feature_cls not in ('list', 'dict')])  # these would not run the gater
 def test_feature_classes_equal_forward_intermediates(name, feature_cls):
     model = create(name, **TINY[name]).eval()
     kwargs = dict(TINY[name], features_only=True, feature_cls=feature_cls)
@@ -89,7 +89,7 @@ def test_options_of_forward_intermediates(name):
     assert torch.equal(stopped, everything[1])
     with pytest.raises(AssertionError, match='NCHW'):
         model.forward_intermediates(x, output_fmt='NHWC')
-    resnet = timm.create_model('resnet18', device='meta')  # what it does with the layers, ours do
+    resnet = timm.create_model('resnet18', device='meta')
     assert model.prune_intermediate_layers([0, 1]) == resnet.prune_intermediate_layers([0, 1]) == [0, 1]
     for layer in ('layer2', 'layer3', 'fc'):
         assert type(getattr(model, layer)) is type(getattr(resnet, layer))
@@ -102,8 +102,7 @@ def test_options_of_forward_intermediates(name):
 def test_output_stride_of_imagenet_models(name, output_stride):
     kwargs = dict(TINY[name], output_stride=output_stride, num_classes=4, layers=(2, 2, 2, 2))
     model = create(name, **kwargs).eval()
-    dense = dense_twin(name, **kwargs).eval()
-    dense.load_state_dict({k: v for k, v in model.state_dict().items() if k in dense.state_dict()})
+    dense = dense_copy(name, model, **kwargs)
     x = images(64)
     with without_gates(model), torch.no_grad():
         torch.testing.assert_close(model(x), dense(x), rtol=1e-5, atol=1e-5)

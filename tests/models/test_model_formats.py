@@ -117,7 +117,7 @@ def test_export_leaves_the_model_usable():
 
 @pytest.mark.parametrize('name', ['convnet_aig_resnet50', 'gated_resnet50', 'skipnet_resnet50'])
 def test_compile(name):
-    """One graph of ImageNet's networks and bottlenecks; test_compiled_training.py also compiles what is traced."""
+    """ImageNet networks compile to one graph. test_compiled_training.py has the other networks."""
     torch._dynamo.reset()
     model = create(name, num_classes=4, **TINY[name]).eval()
     compiled = torch.compile(model, backend='eager', fullgraph=True)
@@ -140,7 +140,7 @@ def test_compile(name):
     compiled(x)
     same = all(torch.equal(a, gate.decision) for a, (_, gate) in zip(first, gates(model), strict=True))
     noiseless = all(torch.equal(*(gate.sample(gate.logits) for _ in range(2))) for _, gate in gates(model))
-    assert same == noiseless  # new noise, where there is any
+    assert same == noiseless  # noisy gates draw new noise
 
 
 def test_forcing_a_compiled_model():
@@ -161,7 +161,7 @@ def test_forcing_a_compiled_model():
 
 @pytest.mark.parametrize('name', ONE_EACH)
 def test_no_gate_is_traced_by_fx(name):
-    """What an fx feature extractor returns still has gates that decide image by image."""
+    """The gates of an fx feature extractor still decide per image."""
     model = create(name, features_only=True, feature_cls='fx', out_indices=(3,), **TINY[name]).eval()
     model(images())
     assert all(isinstance(gate, Gate) and gate.logits.shape[0] == 2 for _, gate in gates(model))

@@ -1,4 +1,4 @@
-"""Training the gated models with what timm has for it: checkpointing, groups, weight decay, EMA, freezing"""
+"""Training of the gated models with timm: gradient checkpointing, parameter groups, weight decay, EMA, freezing"""
 import copy
 import re
 
@@ -19,33 +19,48 @@ from timm_gated import gates
 def test_gradient_checkpointing_changes_nothing(name):
     layers = [2] * len(TINY[name]['layers'])
     model = create(name, num_classes=4, drop_path_rate=0.1, **dict(TINY[name], layers=layers)).train()
-    twin = copy.deepcopy(model)
-    twin.set_grad_checkpointing()
+    recomputed = copy.deepcopy(model)
+    recomputed.set_grad_checkpointing()
     x, target = images(batch=4), torch.tensor([0, 1, 2, 3])
     losses = []
-    for m in (model, twin):
+    for m in (model, recomputed):
         torch.manual_seed(5)
         loss = nn.functional.cross_entropy(m(x), target) + gate_loss(m)
         loss.backward()
         losses.append(loss)
     torch.testing.assert_close(*losses, rtol=0, atol=1e-6)
-    for (n, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+    for (n, p), q in zip(model.named_parameters(), recomputed.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6, msg=n)
-    assert_gates_have_gradients(twin)
-    twin.set_grad_checkpointing(False)
-    assert not twin.grad_checkpointing
+    assert_gates_have_gradients(recomputed)
+    recomputed.set_grad_checkpointing(False)
+    assert not recomputed.grad_checkpointing
+
+
+@pytest.mark.parametrize('name', ['gaternet_resnet20', 'skipnet_resnet38'])
+def test_two_forward_passes_before_their_backward_passes(name):
+    """The carry of one pass does not leak into the other, with and without gradient checkpointing."""
+    grads = []
+    for checkpointing in (False, True):
+        model = create(name, num_classes=4, layers=(2, 2, 2), channels=(8, 8, 8)).train()
+        model.set_grad_checkpointing(checkpointing)
+        torch.manual_seed(1)
+        outputs = [model(images(16, batch=4) * scale) for scale in (1, 3)]
+        sum(output.pow(2).sum() for output in outputs).backward()
+        grads.append({n: parameter.grad for n, parameter in model.named_parameters()})
+    for n, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][n], grad, rtol=1e-4, atol=1e-5, msg=n)
 
 
 @pytest.mark.parametrize('name', SMALL)
 def test_gate_losses_train_the_gates_under_gradient_checkpointing(name):
-    """Without any other loss: the kept logits have a graph, though the blocks are recomputed."""
+    """Without any other loss: the stored logits have a graph although the blocks are recomputed."""
     model = create(name, num_classes=4, **TINY[name]).train()
     model.set_grad_checkpointing()
     model(images(batch=4))
     gate_loss(model).backward()
     assert_gates_have_gradients(model)
     first = model.conv1 if family(name) != 'gaternet' else model.gater.network.conv1
-    assert first.weight.grad.any()  # through what the gates read
+    assert first.weight.grad.any()  # through the input of the gates
 
 
 @pytest.mark.parametrize('coarse', [False, True])
@@ -57,9 +72,9 @@ def test_group_matcher(name, coarse):
     assert sorted(grouped) == sorted(n for n, _ in model.named_parameters())
     blocks = [n for n, _ in model.named_modules() if re.fullmatch(r'layer\d\.\d+', n)]
     stages = {n.split('.')[0] for n in blocks}
-    assert len(groups) == 2 + len(stages if coarse else blocks)  # with stem and head
+    assert len(groups) == 2 + len(stages if coarse else blocks)  # two for stem and head
     group_of = {n: index for index, names in groups.items() for n in names}
-    for n in blocks:  # with all that is in them
+    for n in blocks:
         assert {group_of[key] for key in grouped if key.startswith(f'{n}.')} == {group_of[f'{n}.conv1.weight']}
     assert {n for n in grouped if group_of[n] == min(group_of.values())} == {'conv1.weight', 'bn1.weight', 'bn1.bias'}
     last = {n for n in grouped if group_of[n] == max(group_of.values())}

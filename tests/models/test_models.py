@@ -1,17 +1,16 @@
-"""The gated models as timm models: all that a timm user expects of one"""
+"""The gated models behave like other timm models"""
 import re
 
 import pytest
 import timm
 import torch
 import torch.nn as nn
-from models import assert_gates_have_gradients, blueprint, create, dense_blueprint, images
+from models import assert_gates_have_gradients, blueprint, create, dense_blueprint, dense_copy, images
 from nets import (
     GATED,
     IMAGENET_DEPTHS,
     SMALL,
     TINY,
-    dense_twin,
     depth,
     family,
     gate_loss,
@@ -26,11 +25,11 @@ from timm.models.resnet import ResNet
 from timm_gated import CifarResNet, GatedNet, gates
 
 CIFAR_DEPTHS = (20, 32, 38, 44, 56, 74, 110)
-CHANNEL_GATED = timm.list_models('gated_*')  # the paper's own
+CHANNEL_GATED = timm.list_models('gated_*')
 
 
 def two_blocks(name: str) -> dict:
-    """Options of a tiny network that has the blocks after the first of each stage as well."""
+    """Options of a tiny network with two blocks per stage."""
     return dict(TINY[name], layers=(2,) * len(TINY[name]['layers']))
 
 
@@ -45,10 +44,9 @@ def test_list_models():
     skipnet = [f'skipnet_resnet{depth}' for depth in (18, 34, 50, 101, 38, 74, 110)]
     assert sorted(timm.list_models('skipnet_*')) == sorted(skipnet)
     assert sorted(timm.list_models('cifar_resnet*')) == sorted(f'cifar_resnet{depth}' for depth in CIFAR_DEPTHS)
-    assert 'resnet18' in timm.list_models('resnet*')  # timm's own module of that name is untouched
+    assert 'resnet18' in timm.list_models('resnet*')  # timm's own module of that name is unchanged
 
 
-# by the default tag, whose weights come with the package
 TRAINED = {'gated_resnet20': 'bas_c10', 'convnet_aig_resnet20': 'aig_c10'}
 
 
@@ -79,11 +77,11 @@ def test_configuration(name):
 @pytest.mark.parametrize('name', GATED)
 def test_state_dict_is_the_dense_one_plus_gate_keys(name):
     model, dense = blueprint(name), dense_blueprint(name)
-    own, twin = model.state_dict(), dense.state_dict()
+    own, expected = model.state_dict(), dense.state_dict()
     gate_keys = gating_keys(model)
-    assert gate_keys and set(own) - gate_keys == set(twin) and not gate_keys & set(twin)
-    assert all(own[key].shape == value.shape for key, value in twin.items())
-    assert [key for key in own if key not in gate_keys] == list(twin)  # in the same order
+    assert gate_keys and not gate_keys & set(expected)
+    assert all(own[key].shape == value.shape for key, value in expected.items())
+    assert [key for key in own if key not in gate_keys] == list(expected)  # in the same order
 
 
 @pytest.mark.parametrize('name', GATED)
@@ -93,7 +91,7 @@ def test_every_block_is_gated(name):
     switching = [gate for block in blocks.values() for pair in block.gated_convs.values() for gate in pair]
     assert {id(gate) for gate in switching if gate is not None} == {id(gate) for _, gate in gates(model)}
     if family(name) == 'skipnet':
-        assert not blocks.pop('layer1.0').gated_convs  # it always runs
+        assert not blocks.pop('layer1.0').gated_convs  # always executed
     assert all(any(gate for pair in block.gated_convs.values() for gate in pair) for block in blocks.values())
     for block in blocks.values():
         assert set(block.gated_convs) == {n for n, m in block.named_children() if isinstance(m, nn.Conv2d)}
@@ -193,22 +191,21 @@ def test_backward_reaches_every_parameter(name):
     assert_gates_have_gradients(model)
 
 
+@pytest.mark.parametrize('training', [False, True])
 @pytest.mark.parametrize('name', SMALL)
-def test_open_gates_are_the_dense_network_in_training(name):
-    """Outputs, gradients and running statistics."""
-    model = create(name, num_classes=4, **TINY[name])
-    dense = dense_twin(name, num_classes=4, **TINY[name])
-    dense.load_state_dict({k: v for k, v in model.state_dict().items() if k in dense.state_dict()})
+def test_open_gates_are_exactly_the_dense_network(name, training):
+    """Outputs and running statistics are equal; gradients are close."""
+    model = create(name, num_classes=4, **TINY[name]).train(training)
+    dense = dense_copy(name, model, num_classes=4, **TINY[name])
     x = images(64)
     with without_gates(model):
-        out, dense_out = model.train()(x), dense.train()(x)
-    torch.testing.assert_close(out, dense_out, rtol=1e-5, atol=1e-5)
+        out, dense_out = model(x), dense(x)
+    assert torch.equal(out, dense_out)
+    assert all(torch.equal(model.get_buffer(n), b) for n, b in dense.named_buffers())
     out.sum().backward()
     dense_out.sum().backward()
     for n, p in dense.named_parameters():
         torch.testing.assert_close(model.get_parameter(n).grad, p.grad, rtol=1e-4, atol=1e-4)
-    for n, b in dense.named_buffers():
-        torch.testing.assert_close(model.get_buffer(n), b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('name, kwargs', [
@@ -222,8 +219,7 @@ def test_open_gates_are_the_dense_network_in_training(name):
 def test_options_of_timms_resnet(name, kwargs):
     kwargs = dict(TINY[name], num_classes=4, **kwargs)
     model = create(name, **kwargs).eval()
-    dense = dense_twin(name, **kwargs).eval()
-    dense.load_state_dict({k: v for k, v in model.state_dict().items() if k in dense.state_dict()})
+    dense = dense_copy(name, model, **kwargs)
     with without_gates(model), torch.no_grad():
         torch.testing.assert_close(model(images()), dense(images()), rtol=1e-5, atol=1e-5)
 
@@ -274,7 +270,7 @@ def test_global_pool(name, global_pool):
 
 @pytest.mark.parametrize('name', SMALL)
 def test_classifier(name):
-    """As timm's own: the head of a ResNet is changed in the same way, whatever way that is."""
+    """The head changes in the same way as that of timm's ResNet."""
     model = timm.create_model(name, **TINY[name]).eval()
     resnet = timm.create_model(f'resnet{depth(name)}' if is_imagenet(name) else 'resnet18', layers=(1, 1, 1, 1)).eval()
     assert model.get_classifier() is model.fc and model.get_classifier(name_only=True) == 'fc'

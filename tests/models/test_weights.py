@@ -1,4 +1,4 @@
-"""Weights that come inside the package: what stock timm makes of them, and that they are installed with it"""
+"""Packaged weights load with timm and are installed with the package"""
 import json
 import subprocess
 import sys
@@ -8,6 +8,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+from models import images
 from nets import GATED
 from paths import ROOT
 from timm.models import get_arch_name, get_pretrained_cfg, save_for_hf, split_model_name_tag
@@ -16,7 +17,7 @@ from timm_gated.models._registry import WEIGHTS_DIR, entry_points, list_weights,
 
 OWN = [name for name in timm.list_models(list(entry_points()), include_tags=True) if '.' in name]
 FILES = {name: get_pretrained_cfg(name).file for name in OWN if get_pretrained_cfg(name).file}
-DEFAULTS = {'cifar_resnet20': 'e28_c10', 'gated_resnet20': 'bas_c10'}  # where a model has several tags with weights
+DEFAULTS = {'cifar_resnet20': 'e28_c10', 'gated_resnet20': 'bas_c10'}  # of models with several trained tags
 packaged = pytest.mark.parametrize('name', FILES)
 
 
@@ -30,10 +31,6 @@ def no_network(monkeypatch):
         monkeypatch.setattr(f'timm.models._builder.{function}', asked)
 
 
-def images(in_chans: int = 3) -> torch.Tensor:
-    return torch.randn(2, in_chans, 32, 32, generator=torch.Generator().manual_seed(0))
-
-
 def assert_loaded(model: torch.nn.Module, stored: dict, without: tuple = ()) -> None:
     own = model.state_dict()
     compared = [key for key in own if not key.startswith(without)] if without else list(own)
@@ -45,7 +42,7 @@ def test_entry_points_are_those_of_this_package():
     assert 'resnet18' not in entry_points() and entry_points()['gated_resnet20'].__name__ == 'gated_resnet20'
 
 
-def test_every_file_belongs_to_a_config_and_the_other_way_round():
+def test_files_and_configs_correspond():
     expected = {f'{name}.{suffix}' for name in FILES for suffix in ('safetensors', 'md')}
     assert {path.name for path in WEIGHTS_DIR.iterdir()} == expected
     assert all(FILES[name] == weights_file(name) for name in FILES)
@@ -54,7 +51,7 @@ def test_every_file_belongs_to_a_config_and_the_other_way_round():
 
 
 def test_weights_that_are_missing_are_not_offered(tmp_path, monkeypatch):
-    monkeypatch.setattr('timm_gated.zoo.WEIGHTS_DIR', tmp_path)
+    monkeypatch.setattr('timm_gated.models._registry.WEIGHTS_DIR', tmp_path)
     assert weights_file('gated_resnet20.bas_c10') is None
     (tmp_path / 'gated_resnet20.bas_c10.safetensors').touch()
     assert weights_file('gated_resnet20.bas_c10') == str(tmp_path / 'gated_resnet20.bas_c10.safetensors')
@@ -62,7 +59,7 @@ def test_weights_that_are_missing_are_not_offered(tmp_path, monkeypatch):
 
 def test_listing():
     assert set(FILES) <= set(list_weights()) == set(timm.list_pretrained(list(entry_points())))
-    assert 'gated_resnet18.dense_a1_in1k' in list_weights()  # the hub's
+    assert 'gated_resnet18.dense_a1_in1k' in list_weights()  # on the hub
     assert not any(name.endswith('.untrained') for name in list_weights())
     for model in {get_arch_name(name) for name in FILES}:
         tags = [split_model_name_tag(name)[1] for name in FILES if get_arch_name(name) == model]
@@ -78,7 +75,7 @@ def test_file(name):
     own = timm.create_model(name, device='meta').state_dict()
     assert {k: (v.shape, v.dtype) for k, v in stored.items()} == {k: (v.shape, v.dtype) for k, v in own.items()}
     assert all(value.isfinite().all() for value in stored.values())
-    assert all(stored[key].min() > 0 for key in stored if key.endswith('running_var'))  # of a training
+    assert all(stored[key].min() > 0 for key in stored if key.endswith('running_var'))  # after training
 
 
 @packaged

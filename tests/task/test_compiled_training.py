@@ -1,4 +1,4 @@
-"""Compiled training: the numbers of an eager one, one graph a mode, and no other graph as schedules move"""
+"""Compiled training: the results of eager training, one graph per mode, and no recompilation by schedules"""
 import copy
 from typing import Any, Dict, List, Sequence
 
@@ -10,7 +10,7 @@ from timm.task import ClassificationTask
 
 import timm_gated  # noqa: F401
 
-# All that moves in a training of gated ResNets.
+# All schedules of a training of gated ResNets.
 SCHEDULE = dict(
     lam_epochs=(0, 3), gamma=0.5, gamma_epochs=(1, 3), noise_epochs=(0, 3), budget=0.4,
     prior_end={'type': 'beta', 'a': 0.2, 'b': 0.8}, prior_epochs=(0, 3))
@@ -23,8 +23,8 @@ OPTIONS: Dict[str, Dict[str, Any]] = {
 }
 TWO_STAGES: Dict[str, Any] = dict(layers=(1, 1), channels=(8, 8), num_classes=4)
 ONE_STAGE: Dict[str, Any] = dict(layers=(1,), channels=(8,), num_classes=4)
-# In float64 a graph that computes something else shows; what users have is inductor and float32, where rounding errors
-# come to 5e-6 after all steps. (Inductor runs the C++ compiler for every kernel: one stage is enough of them.)
+# float64 reveals any difference of a graph. Users run inductor in float32, where rounding errors reach 5e-6 after all
+# steps. Inductor compiles C++ for every kernel, so one stage has to do.
 CASES = [
     *((name, 'aot_eager', torch.float64, TWO_STAGES) for name in OPTIONS),
     ('gated_resnet20', 'inductor', torch.float32, ONE_STAGE)]
@@ -32,7 +32,7 @@ TOLERANCE = {torch.float64: dict(rtol=1e-7, atol=1e-7), torch.float32: dict(rtol
 
 
 def train(task: ClassificationTask, model: nn.Module) -> List[torch.Tensor]:
-    """Four epochs; the loss of each step and the outputs of each evaluation. What is to be compiled is in the first."""
+    """Losses of all steps and outputs of all evaluations of four epochs. All compilation happens in the first."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(0)
     dtype = next(model.parameters()).dtype
@@ -45,7 +45,7 @@ def train(task: ClassificationTask, model: nn.Module) -> List[torch.Tensor]:
 
 
 def train_epoch(task: ClassificationTask, optimizer: torch.optim.Optimizer, batches: Sequence) -> List[torch.Tensor]:
-    """All batches but the last, on which it is evaluated."""
+    """Train on all batches but the last, and evaluate on the last."""
     torch.manual_seed(0)
     *training, evaluation = batches
     numbers = []
@@ -67,13 +67,13 @@ def test_compiled_training_is_the_eager_one(name, backend, dtype, shape):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = timm.create_model(name, **{**shape, **OPTIONS[name]}).to(dtype)
-    twin = copy.deepcopy(model)
-    eager, compiled = (ClassificationTask(m, nn.CrossEntropyLoss(), verbose=False) for m in (model, twin))
-    compiled.trainable_module = torch.compile(twin, backend=backend, fullgraph=True)
+    copied = copy.deepcopy(model)
+    eager, compiled = (ClassificationTask(m, nn.CrossEntropyLoss(), verbose=False) for m in (model, copied))
+    compiled.trainable_module = torch.compile(copied, backend=backend, fullgraph=True)
     expected = train(eager, model)
     with torch._inductor.config.patch(fallback_random=True):  # the noise of the eager training
-        found = train(compiled, twin)
+        found = train(compiled, copied)
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a.to(dtype), b.to(dtype), **TOLERANCE[dtype])  # (a budget's loss is float64 always)
-    for (key, a), b in zip(twin.state_dict().items(), model.state_dict().values(), strict=True):
+        torch.testing.assert_close(a.to(dtype), b.to(dtype), **TOLERANCE[dtype])  # the budget loss is always float64
+    for (key, a), b in zip(copied.state_dict().items(), model.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, **TOLERANCE[dtype], msg=lambda message, key=key: f'{key}: {message}')

@@ -1,4 +1,4 @@
-"""What a validation reports of the gates: in timm's evaluators, and in the log of scripts that ask for none"""
+"""MACs and gate density of a validation, in timm's evaluators and in the log"""
 import copy
 import gc
 import logging
@@ -20,7 +20,7 @@ CLASSES = 7
 
 
 def images(size: int, seed: int = 0, pixels: int = 32) -> torch.Tensor:
-    """Of colours so different that gates decide differently."""
+    """Images of colours so different that gates decide differently."""
     generator = torch.Generator().manual_seed(seed)
     colours = 3 * torch.randn(size, 3, 1, 1, generator=generator)
     return torch.randn(size, 3, pixels, pixels, generator=generator) + colours
@@ -40,7 +40,7 @@ def labels(size: int) -> torch.Tensor:
 
 
 def validate(task: ClassificationTask, batches, ema: bool = False, **kwargs):
-    """The calls of a validation, as a script makes them."""
+    """The calls of a validation script."""
     evaluator = task.create_evaluator(**kwargs)
     model = task.get_eval_model(ema=ema)
     model.eval()
@@ -170,7 +170,7 @@ def test_multi_label_training():
     assert reported(metrics) == pytest.approx(expected(model, images(4)))
 
 
-# Scripts that do not ask for an evaluator
+# Scripts without an evaluator
 
 
 def validation_lines(caplog):
@@ -230,7 +230,7 @@ def test_copies_are_not_watched(caplog):
 
 @pytest.mark.parametrize('training_is_over', [False, True])
 def test_a_trained_model_serves_several_threads(training_is_over):
-    """In step, so that every gate has the decisions of another batch than the one before."""
+    """In lockstep, so that the gates of one pass hold decisions for different batches."""
     model = make_model()
     task = make_task(model)
     task.create_evaluator()

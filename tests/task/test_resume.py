@@ -1,4 +1,4 @@
-"""Trainings by timm's seams that are killed and resumed; checkpoints that are cut short"""
+"""Killed and resumed trainings with timm's task and checkpoint saver; truncated checkpoints"""
 import copy
 import os
 import pickle
@@ -23,12 +23,12 @@ from timm_resume_worker import RECOVERY_INTERVAL, STEPS, train
 
 from timm_gated.loss.snapshots import load_snapshots
 from timm_gated.task.checkpoint_saver import protect_timm_checkpoints
-from timm_gated.utils.checkpoints import is_cut, whole_checkpoints
+from timm_gated.utils.checkpoints import complete_checkpoints, is_truncated
 
 KILLS = 10 * TIMES
-EPOCHS = 2 + KILLS  # more than a life of a training gets to the end of
+EPOCHS = 2 + KILLS  # more than a training completes before it is killed
 TINY: Dict[str, Any] = dict(layers=(1, 1, 1), channels=(4, 4, 4))
-RUNS: Dict[str, Dict[str, Any]] = {  # of all that has a schedule, a state or noise
+RUNS: Dict[str, Dict[str, Any]] = {  # everything with a schedule, a state or noise
     'gated_resnet20': dict(
         lam_epochs=(0, 20), gamma=0.1, gamma_epochs=(2, 22), noise_epochs=(1, 21), prior_epochs=(3, 19), budget=0.5,
         prior={'type': 'beta', 'learnable': True}, prior_end={'type': 'beta', 'a': 0.3, 'b': 0.6}, snapshot_gates=4),
@@ -42,7 +42,7 @@ RUNS: Dict[str, Dict[str, Any]] = {  # of all that has a schedule, a state or no
 
 
 class Training:
-    """A training in a folder: killed, resumed, and what it reported in all its lives."""
+    """A training in a folder that is killed and resumed, and its reports."""
 
     def __init__(self, name: str, folder: Path, epochs: int) -> None:
         self.name, self.folder, self.epochs = name, folder, epochs
@@ -62,11 +62,11 @@ class Training:
         return path if path.exists() else None
 
     def newest(self) -> Optional[Path]:
-        found = whole_checkpoints(self.folder, '.pth.tar')
+        found = complete_checkpoints(self.folder, '.pth.tar')
         return found[0] if found else None
 
     def result(self) -> Dict[str, Any]:
-        """The last checkpoint, without timm's list of the files beside it: a kill may have left fewer of them."""
+        """The last checkpoint, without timm's list of other files: a kill may have left fewer of them."""
         checkpoint = torch.load(self.folder / 'last.pth.tar', weights_only=True)
         return {key: value for key, value in checkpoint.items() if key != 'saver'}
 
@@ -77,25 +77,25 @@ def by_step(reports: List[Dict[str, Any]]) -> Dict[Any, Dict[str, Any]]:
 
 @pytest.fixture(scope='module')
 def uninterrupted(tmp_path_factory) -> Training:
-    training = Training('gated_resnet20', tmp_path_factory.mktemp('whole') / 'run', epochs=EPOCHS)
+    training = Training('gated_resnet20', tmp_path_factory.mktemp('complete') / 'run', epochs=EPOCHS)
     assert training.run().exitcode == 0
     return training
 
 
 def test_killed(uninterrupted, tmp_path):
     training = Training('gated_resnet20', tmp_path / 'run', epochs=EPOCHS)
-    cut = []
+    truncated = []
     for kill in random_kills(seed=0, number=KILLS, max_steps=2 * STEPS - 1, max_delay=0.1, sizes=range(30000)):
         assert was_killed(training.run(training.last(), kill))
         if kill.size is not None:
-            cut += [path.name for path in training.folder.glob('*.pth.tar') if is_cut(path)]
-    assert {'tmp.pth.tar', 'recovery_tmp.pth.tar'} <= set(cut)
+            truncated += [path.name for path in training.folder.glob('*.pth.tar') if is_truncated(path)]
+    assert {'tmp.pth.tar', 'recovery_tmp.pth.tar'} <= set(truncated)
     assert training.run(training.last()).exitcode == 0
 
-    whole = by_step(uninterrupted.reports)
-    assert len(whole) == EPOCHS * STEPS and len(training.reports) > len(whole)
+    complete = by_step(uninterrupted.reports)
+    assert len(complete) == EPOCHS * STEPS and len(training.reports) > len(complete)
     for report in training.reports:
-        assert report == whole[report['epoch'], report['step']]
+        assert report == complete[report['epoch'], report['step']]
     assert_equal(training.result(), uninterrupted.result())
     mine, other = (load_snapshots(run.folder / 'gates') for run in (training, uninterrupted))
     assert (mine.counts == other.counts).all() and mine.epochs.tolist() == list(range(EPOCHS))
@@ -103,18 +103,18 @@ def test_killed(uninterrupted, tmp_path):
 
 @pytest.mark.parametrize('name', sorted(set(RUNS) - {'gated_resnet20'}))
 def test_other_methods(name, tmp_path):
-    whole, training = (Training(name, tmp_path / folder, epochs=8) for folder in ('whole', 'killed'))
-    assert whole.run().exitcode == 0
+    complete, training = (Training(name, tmp_path / folder, epochs=8) for folder in ('complete', 'killed'))
+    assert complete.run().exitcode == 0
     for kill in random_kills(seed=1, number=4, max_steps=2 * STEPS - 1, max_delay=0.1, sizes=range(30000)):
         assert was_killed(training.run(training.last(), kill))
     assert training.run(training.last()).exitcode == 0
-    expected = by_step(whole.reports)
+    expected = by_step(complete.reports)
     assert [report for report in training.reports if report != expected[report['epoch'], report['step']]] == []
-    assert_equal(training.result(), whole.result())
+    assert_equal(training.result(), complete.result())
 
 
 def test_recovery_checkpoints(uninterrupted, tmp_path):
-    """timm goes on from them with the next epoch, so the parameters are others; all schedules are the same."""
+    """timm continues with the next epoch, so the parameters differ, but all schedules are the same."""
     training = Training('gated_resnet20', tmp_path / 'run', epochs=EPOCHS)
     within_first_checkpoint = Kill(STEPS, size=0)
     assert was_killed(training.run(kill=within_first_checkpoint))
@@ -122,9 +122,9 @@ def test_recovery_checkpoints(uninterrupted, tmp_path):
     for kill in random_kills(seed=2, number=9, max_steps=2 * STEPS - 1, max_delay=0.1, sizes=range(30000)):
         assert was_killed(training.run(training.newest(), kill))
     assert training.run(training.newest()).exitcode == 0
-    whole = by_step(uninterrupted.reports)
+    complete = by_step(uninterrupted.reports)
     for report in training.reports:
-        assert {**report, 'loss': None} == {**whole[report['epoch'], report['step']], 'loss': None}
+        assert {**report, 'loss': None} == {**complete[report['epoch'], report['step']], 'loss': None}
     assert training.result()['task_state'] == uninterrupted.result()['task_state'] == {'gate_epoch': EPOCHS - 1}
 
 
@@ -132,7 +132,7 @@ def test_the_last_checkpoint_stays_until_the_next_is_there(tmp_path, monkeypatch
     model = timm.create_model('gated_resnet20', **TINY)
     saver = CheckpointSaver(model, torch.optim.SGD(model.parameters()), checkpoint_dir=str(tmp_path))
     saver.save_checkpoint(0, metric=1.)
-    monkeypatch.setattr(os, 'replace', raise_interrupt)  # the end, just when one is to take the place of the other
+    monkeypatch.setattr(os, 'replace', raise_interrupt)  # interrupted just before the replacement
     with pytest.raises(KeyboardInterrupt):
         saver.save_checkpoint(1, metric=1.)
     assert torch.load(tmp_path / 'last.pth.tar', weights_only=True)['epoch'] == 0
@@ -142,11 +142,11 @@ def raise_interrupt(*args: Any) -> None:
     raise KeyboardInterrupt
 
 
-# Checkpoints that are cut short
+# Truncated checkpoints
 
 
 def cuts(content: bytes) -> List[int]:
-    """Lengths to cut a file to: around its start and its end, where formats are decided, and anywhere."""
+    """Lengths to truncate a file to: near its start and its end, which formats check, and anywhere."""
     size = len(content)
     return [*range(30), *random.Random(0).sample(range(30, size - 70), 100), *range(size - 70, size)]
 
@@ -158,9 +158,9 @@ def test_cut_training_checkpoint(uninterrupted, tmp_path):
     before = copy.deepcopy(task.state_dict())
     for size in cuts(content):
         last.write_bytes(content[:size])
-        with pytest.raises(Exception, match=rf'{re.escape(str(last))} is cut short.*no whole checkpoint beside it'):
+        with pytest.raises(Exception, match=rf'{re.escape(str(last))} is truncated.*no complete checkpoint'):
             resume_task_checkpoint(task, str(last))
-        with pytest.raises(Exception, match='last.pth.tar is cut short'):  # --initial-checkpoint, --checkpoint
+        with pytest.raises(Exception, match='last.pth.tar is truncated'):  # --initial-checkpoint, --checkpoint
             load_checkpoint(task.get_trainable_module(), str(last))
     assert_equal(task.state_dict(), before)
     assert task.gate_epoch == -1
@@ -168,7 +168,7 @@ def test_cut_training_checkpoint(uninterrupted, tmp_path):
     for index, name in enumerate(['checkpoint-2.pth.tar', 'checkpoint-3.pth.tar', 'recovery-4-1.pth.tar']):
         (tmp_path / name).write_bytes(content if 'checkpoint' in name else content[:-1])
         os.utime(tmp_path / name, (index, index))
-    with pytest.raises(Exception, match=r'newest first: checkpoint-3.pth.tar, checkpoint-2.pth.tar\. Take one of'):
+    with pytest.raises(Exception, match=r'newest first: checkpoint-3.pth.tar, checkpoint-2.pth.tar\. Use one of'):
         resume_task_checkpoint(task, str(last))
 
 
@@ -179,7 +179,7 @@ def test_cut_safetensors(tmp_path):
     model = timm.create_model('gated_resnet20', **TINY, checkpoint_path=str(path))
     for size in cuts(content):
         path.write_bytes(content[:size])
-        with pytest.raises(SafetensorError, match='weights.safetensors is cut short'):
+        with pytest.raises(SafetensorError, match='weights.safetensors is truncated'):
             load_checkpoint(model, str(path))
 
 
@@ -195,14 +195,14 @@ def test_whole_files_have_their_own_errors(tmp_path, zipped):
         resume_task_checkpoint(task, str(path))
 
 
-def test_only_whole_checkpoints_are_recommended(tmp_path):
-    (tmp_path / 'cut.pth.tar').write_bytes(b'PK')
+def test_only_complete_checkpoints_are_recommended(tmp_path):
+    (tmp_path / 'truncated.pth.tar').write_bytes(b'PK')
     with tarfile.open(tmp_path / 'images.tar', 'w') as tar:
         tar.add(__file__)
     torch.save({}, tmp_path / '.being_written.partial.tar')
-    torch.save({}, tmp_path / 'whole.pth.tar')
+    torch.save({}, tmp_path / 'complete.pth.tar')
     (tmp_path / 'link.pth.tar').symlink_to('nowhere')
-    assert whole_checkpoints(tmp_path, '.tar') == [tmp_path / 'whole.pth.tar']
+    assert complete_checkpoints(tmp_path, '.tar') == [tmp_path / 'complete.pth.tar']
 
 
 def test_loading_by_timm_is_explained_everywhere(tmp_path):
@@ -210,7 +210,7 @@ def test_loading_by_timm_is_explained_everywhere(tmp_path):
     path.write_bytes(b'PK')
     timm.create_model('gated_resnet20', **TINY)
     for module in (timm.models, timm.models._helpers, timm.models._builder, timm.models._hub):
-        with pytest.raises(RuntimeError, match='weights.pth is cut short') as error:
+        with pytest.raises(RuntimeError, match='weights.pth is truncated') as error:
             module.load_state_dict(checkpoint_path=str(path))
         assert len(error.value.__notes__) == 1
 

@@ -1,4 +1,4 @@
-"""Schedules that do not fit a training: scaled to its length, told at its start, and warned of at its end"""
+"""Schedules and the length of a training: scaled to it, logged at its start, and warnings at its end"""
 import gc
 import logging
 import subprocess
@@ -21,7 +21,7 @@ def make_task(**kwargs) -> ClassificationTask:
 
 
 def train(task: ClassificationTask, *epochs: int) -> None:
-    """Epochs of so many steps."""
+    """Train epochs with the given numbers of steps."""
     for steps in epochs:
         task.get_trainable_module().train()
         for _ in range(steps):
@@ -100,7 +100,7 @@ def test_a_prior_that_never_came(caplog):
 
 
 def test_a_schedule_of_no_length(caplog):
-    """It is a step: the loss is active from its epoch on."""
+    """It is a step: the loss is active from that epoch on."""
     train(make_task(gamma_epochs=(1, 1)), 2, 2)
     gc.collect()
     assert not messages(caplog, logging.WARNING)
@@ -108,7 +108,7 @@ def test_a_schedule_of_no_length(caplog):
 
 @pytest.mark.parametrize('epochs, warned', [(1, True), (3, True), (4, False)])
 def test_a_density_that_was_not_reached(epochs, warned, caplog):
-    """A network of saliencies is evaluated at its last density, wherever the training ended."""
+    """A network of saliencies is evaluated at its last density, even if the training ended earlier."""
     model = timm.create_model('fbs_resnet20', density_epochs=(0, 3), **TINY)
     train(ClassificationTask(model, nn.CrossEntropyLoss()), *(epochs * [2]))
     gc.collect()

@@ -1,4 +1,4 @@
-"""The seams of timm's training script: tasks, optimizer, checkpoint saver, resume"""
+"""Gated models in timm's training: tasks, optimizer, checkpoint saver, resume"""
 import copy
 import io
 import logging
@@ -24,7 +24,7 @@ import timm_gated
 from timm_gated import ObjectiveTask, batch_shaping_loss, gates, l0_loss
 
 SCHEDULE = dict(lam=0.75, lam_epochs=(0, 2), gamma=0.1, gamma_epochs=(1, 3))
-# What the schedule above gives in epochs 0, 1, 2, 3.
+# Weights of this schedule in epochs 0, 1, 2, 3.
 EXPECTED = [(0.75, 0.), (0.375, 0.), (0., 0.05), (0., 0.1)]
 
 
@@ -42,7 +42,7 @@ def batch(size: int = 4):
 
 
 def train_epochs(task, num_epochs: int, steps: int = 2, validate: bool = True):
-    """The calls that timm's train.py makes; returns lambda and gamma of every step."""
+    """The calls of timm's train.py. Returns lambda and gamma of every step."""
     seen = []
     for _ in range(num_epochs):
         task.get_trainable_module().train()
@@ -78,14 +78,14 @@ def test_gate_losses_reach_the_gates():
     result = make_task(model)(*batch())
     (result['gamma'] * result['l0_loss']).backward()
     for _, gate in gates(model):
-        assert (gate.fc2.bias.grad > 0).all()  # descending closes gates
+        assert (gate.fc2.bias.grad > 0).all()  # gradient descent closes gates
 
 
 def test_script_that_imported_the_task_before_the_plugin():
     script = (
-        'from timm.task import ClassificationTask\n'  # as train.py does at its top
+        'from timm.task import ClassificationTask\n'  # as at the top of train.py
         'from timm.models import create_model\n'
-        'import importlib; importlib.import_module("timm_gated")\n'  # what --device-modules does
+        'import importlib; importlib.import_module("timm_gated")\n'  # as by --device-modules
         'import torch\n'
         'model = create_model("gated_resnet20")\n'
         'task = ClassificationTask(model, torch.nn.CrossEntropyLoss())\n'
@@ -192,7 +192,7 @@ def test_a_pass_in_evaluation_mode_begins_no_epoch():
 
 
 def test_resume_continues_step_by_step(tmp_path):
-    whole = train_epochs(make_task(make_model()), 4)
+    uninterrupted = train_epochs(make_task(make_model()), 4)
 
     task = make_task(make_model())
     optimizer = create_optimizer_v2(task.get_trainable_module(), opt='sgd', lr=0.1)
@@ -207,7 +207,7 @@ def test_resume_continues_step_by_step(tmp_path):
     assert resume_task_checkpoint(task, str(tmp_path / 'last.pth.tar'), optimizer=optimizer) == 2
     task.setup_ema(decay=0.9)
     load_task_ema_checkpoint(task, str(tmp_path / 'last.pth.tar'))
-    assert first + train_epochs(task, 2) == whole
+    assert first + train_epochs(task, 2) == uninterrupted
 
 
 def noises(model: nn.Module):
@@ -254,7 +254,7 @@ def test_parts_are_logged(caplog):
     with caplog.at_level(logging.INFO, logger='timm_gated.task'):
         train_epochs(task, 2, steps=4)
         task.get_task_state()
-    lines = [record.message for record in caplog.records if record.name == 'timm_gated.task']
+    lines = [record.message for record in caplog.records if record.name.startswith('timm_gated.task')]
     assert [line[:15] for line in lines] == [
         f'Gates: {epoch} {what}' for epoch in (0, 1) for what in ('[   0]', '[   2]', '[   3]', 'valida')]
     for part in (
@@ -298,7 +298,7 @@ def test_grad_scaler():
     optimizer = create_optimizer_v2(model, opt='sgd', lr=0.1)
     scaler = NativeScaler(device='cpu')
     before = model.layer1[0].gate1.fc2.bias.detach().clone()
-    for _ in range(4):  # a first step may be skipped, while the scale is still too large
+    for _ in range(4):  # the first steps may be skipped, until the scale fits
         with torch.autocast('cpu', dtype=torch.float16):
             loss = task(*batch())['loss']
         optimizer.zero_grad()
@@ -337,7 +337,7 @@ def test_distillation(task_cls, tmp_path):
     resumed = task_cls(make_model(), teacher, criterion=nn.CrossEntropyLoss(), verbose=False)
     resumed.load_checkpoint_state(state['state_dict'], state['task_state'])
     assert resumed.gate_epoch == task.gate_epoch
-    if task_cls is FeatureDistillationTask:  # 8 student channels against 64: it has a projection of its own to restore
+    if task_cls is FeatureDistillationTask:  # a projection from 8 to 64 channels must be restored too
         torch.testing.assert_close(
             resumed.get_trainable_module().projection.weight, task.get_trainable_module().projection.weight)
 

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: what stays of a file that is rewritten, and of a write that fails"""
+"""Atomic writing of files: attributes of a replaced file, special files, and failed writes"""
 import errno
 import multiprocessing
 import os
@@ -67,7 +67,7 @@ def test_a_new_file_gets_the_mode_of_the_umask(write, mask, tmp_path, umask):
 
 
 def test_writers_that_choose_a_mode_themselves(tmp_path, umask):
-    """safetensors closes its files to others."""
+    """safetensors creates files with a mode of its own."""
     umask(0o022)
     path = tmp_path / 'file.safetensors'
     for mode in (0o644, 0o640):
@@ -102,7 +102,7 @@ def test_a_device_is_written_to(write, tmp_path):
 
 @every_way
 def test_an_open_pipe_is_written_to(write):
-    """As /dev/stdout is one, in `tool --output /dev/stdout | less`."""
+    """For example /dev/stdout in `tool --output /dev/stdout | less`."""
     reader, writer = os.pipe()
     write(b'content', Path(f'/dev/fd/{writer}'))
     os.close(writer)
@@ -164,7 +164,7 @@ def test_extended_attributes_stay(write, tmp_path):
 
 
 def write_as_another(write: Callable[[bytes, Path], None], path: Path) -> None:
-    if os.geteuid() == 0:  # to whom nothing is closed
+    if os.geteuid() == 0:  # root may write everywhere
         os.setgid(12345)
         os.setuid(12345)
     try:
@@ -178,7 +178,7 @@ def write_as_another(write: Callable[[bytes, Path], None], path: Path) -> None:
 @pytest.mark.parametrize('mode, folder_mode, code, content', [
     (0o644, 0o555, 0, b'after'), (0o444, 0o755, 13, b'before'), (0o444, 0o555, 13, b'before')])
 def test_what_is_closed_to_writing(write, mode, folder_mode, code, content):
-    """As `open` has it: a file in a closed folder is written, a closed file is not."""
+    """As with `open`, a file in a read-only folder is written, a read-only file is not."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / 'file'
         path.write_bytes(b'before')

@@ -1,4 +1,4 @@
-"""Models as folders and on the Hugging Face hub, with cards"""
+"""Save models as folders, share them on the Hugging Face hub, and write model cards"""
 from .card import model_card, training_settings
 from .hub import CARD_FILE, check_pretrained, pull_from_hub, push_to_hub, save_pretrained
 

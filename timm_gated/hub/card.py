@@ -1,7 +1,7 @@
-"""Model cards: what a model is, what was measured of it, how it was trained, and how to load it
+"""Model cards: description, measured figures, training settings and usage of a model
 
-The `README.md` of a model on the hub, with the metadata that the hub reads. Figures are those that the caller measured;
-what was not measured is not in the card.
+A card is the `README.md` of a model on the hub, with the metadata that the hub reads. It contains only figures that the
+caller measured.
 """
 import math
 import re
@@ -17,7 +17,7 @@ from ..layers import gates
 
 __all__ = ['SOMEWHERE', 'model_card', 'training_settings']
 
-SOMEWHERE = 'owner/name'  # in the card of a model that is not on the hub yet
+SOMEWHERE = 'owner/name'  # placeholder in the card of a model that is not on the hub yet
 
 _PAPER = 'arXiv:1907.06627'
 _CITATION = """\
@@ -28,8 +28,8 @@ _CITATION = """\
   year      = {2020}
 }"""
 
-# Of a training's settings: of the machine, its folders and its logs, and what says nothing about the result.
-_OF_THE_MACHINE = {
+# Training settings that depend on the machine, such as folders and logs, and do not affect the result.
+_MACHINE_SETTINGS = {
     'config', 'data', 'data_dir', 'device', 'device_modules', 'experiment', 'local_rank', 'log_interval', 'log_wandb',
     'output', 'pin_mem', 'resume', 'snapshot_dir', 'snapshot_gates', 'wandb_project', 'wandb_resume_id', 'wandb_tags',
     'workers'}
@@ -44,17 +44,17 @@ def model_card(
         license: str = '',
         tag: str = '',
 ) -> ModelCard:
-    """The card of a model.
+    """Create the card of a model.
 
     Args:
-        model: A model of this package, made by `timm.create_model`.
-        figures: What was measured: of `timm_gated.analysis.summary`, or one result of `tools/evaluate.py`.
-        dataset: The data that they were measured on, by its name on the hub, such as 'uoft-cs/cifar10'. Without it the
+        model: Model of this package, created by `timm.create_model`.
+        figures: Measured figures, from `timm_gated.analysis.summary` or one result of `tools/evaluate.py`.
+        dataset: Dataset the figures were measured on, by its name on the hub, such as 'uoft-cs/cifar10'. Without it the
             figures are in the text, but not in the metadata.
-        split: Its split.
-        training: The command of the training, or its settings (see `training_settings`).
-        license: Of the weights; by default that of the model's config.
-        tag: Tag of the weights, if they are part of this package (see `timm_gated.models._registry`).
+        split: Dataset split the figures were measured on.
+        training: Training command, or training settings (see `training_settings`).
+        license: License of the weights, by default that of the model's config.
+        tag: Tag of the weights if they are part of this package (see `timm_gated.models._registry`).
 
     Example:
         >>> card = model_card(model, summary(record), 'uoft-cs/cifar10', 'test', 'python train.py …')
@@ -97,9 +97,12 @@ def model_card(
 
 
 def training_settings(args: Mapping[str, Any]) -> Dict[str, Any]:
-    """Settings of a training, as timm's `train.py` writes them to `args.yaml`, without those of the machine.
+    """Training settings without those that are unset or depend on the machine.
 
-    Unset ones are left out, and so are folders; of a checkpoint that the training began from, the file's name stays.
+    Paths are removed; only the file name of `initial_checkpoint` is kept.
+
+    Args:
+        args: Settings, as timm's `train.py` writes them to `args.yaml`.
     """
     settings = {}
     for key, value in args.items():
@@ -107,7 +110,7 @@ def training_settings(args: Mapping[str, Any]) -> Dict[str, Any]:
             value = training_settings(value)
         elif key == 'initial_checkpoint' and value:
             value = PurePath(value).name
-        if key in _OF_THE_MACHINE or value is None or value in ('', [], {}) or _is_path(value):
+        if key in _MACHINE_SETTINGS or value is None or value in ('', [], {}) or _is_path(value):
             continue
         settings[key] = value
     return settings
@@ -118,7 +121,7 @@ def _is_path(value: Any) -> bool:
 
 
 def _checked(model: nn.Module, figures: Mapping[str, Any]) -> Dict[str, Any]:
-    """What was measured, if it is of this model."""
+    """Return the known figures; raise a ValueError if they are of another model."""
     numbers = (
         'num_samples', 'top1', 'top5', 'pixel_accuracy', 'mean_macs', 'dense_macs', 'macs_share', 'parameters',
         'parameters_used', 'num_gates', 'gate_density', 'threshold', *GateCounts._fields)
@@ -146,7 +149,7 @@ def _results(figures: Mapping[str, Any], task: str, dataset: str, split: str) ->
 
 
 def _figures(model: nn.Module, figures: Mapping[str, Any], data: str) -> str:
-    """The table of what is known, and a sentence about how."""
+    """Table of the figures, and how they were measured."""
     parameters = f'{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.3f} M'
     rows: List[Tuple[str, str]] = []
     for key, name in (('top1', 'top-1 accuracy'), ('top5', 'top-5 accuracy'), ('pixel_accuracy', 'accuracy of pixels')):

@@ -1,9 +1,9 @@
-"""Models as folders and on the Hugging Face hub: a config, weights and a card, in the layout that timm reads
+"""Save models as folders and share them on the Hugging Face hub, in the layout that timm reads
 
-Once `timm_gated` is imported, `timm.create_model` makes these models by itself, from 'local-dir:FOLDER' and from
-'hf-hub:OWNER/NAME'. Here is what timm does not do: folders that are written whole or not at all, a card with measured
-figures, and downloads that are checked, by their checksums and by loading them, before they are there. Weights are
-safetensors throughout; pickles are neither written nor fetched.
+A folder has a config, weights and a card. `timm.create_model` loads it from 'local-dir:FOLDER' or 'hf-hub:OWNER/NAME'
+once `timm_gated` is imported. This module adds to timm: folders are written completely or not at all, cards have
+measured figures, and downloads are verified by their checksums and by loading them. Weights are always safetensors;
+pickles are neither written nor downloaded.
 """
 import copy
 import json
@@ -39,15 +39,16 @@ def save_pretrained(
         label_names: Optional[Sequence[str]] = None,
         card: Union[ModelCard, str, None] = None,
 ) -> Path:
-    """Save a model as a folder, from which `timm.create_model('local-dir:…', pretrained=True)` makes it again.
+    """Save a model as a folder for `timm.create_model('local-dir:…', pretrained=True)`.
 
-    The folder is written whole or not at all. Options of the model are stored in the config, irregular widths too.
+    The folder is written completely or not at all. The config stores the options of the model, including the widths of
+    a pruned network.
 
     Args:
-        model: A model of this package.
-        directory: The folder; it must not exist, or be empty.
-        label_names: Names of the outputs, to be stored with them.
-        card: The model's card, see `timm_gated.card.model_card`; by default one without measured figures.
+        model: Model of this package.
+        directory: Folder to write. It must be empty or not exist.
+        label_names: Names of the outputs.
+        card: Model card (see `timm_gated.model_card`), by default one without measured figures.
 
     Example:
         >>> save_pretrained(pruned.model, 'pruned')
@@ -56,8 +57,8 @@ def save_pretrained(
     check_new(directory)
     if not hasattr(model, '_model_args') or not hasattr(model, 'num_classes'):
         raise ValueError(
-            f'this {type(model).__name__} does not know how it was made, so it could not be made again. Only '
-            f'classifiers made by timm.create_model can be saved.')
+            f'this {type(model).__name__} was not created by timm.create_model, so it could not be rebuilt. Only '
+            f'classifiers created by timm.create_model can be saved.')
     config: Dict[str, Any] = {}
     if label_names is not None:
         if len(label_names) != model.num_classes:
@@ -70,13 +71,14 @@ def save_pretrained(
         save_for_hf(model, str(partial), model_config=config, safe_serialization=True)
         _tidy_config(partial / CONFIG_FILE)
         (partial / CARD_FILE).write_text(card, encoding='utf-8')
-        (partial / WEIGHTS_FILE).chmod((partial / CONFIG_FILE).stat().st_mode)  # which safetensors closes to others
+        # safetensors makes the file readable only by its owner
+        (partial / WEIGHTS_FILE).chmod((partial / CONFIG_FILE).stat().st_mode)
         _check_fit(partial, str(directory))
     return Path(directory)
 
 
 def _tidy_config(path: Path) -> None:
-    """Take out of a config what is not of the weights beside it: options of a training, and the tag they began with."""
+    """Remove options of the training, and the tag of the initial weights, from a config."""
     config = json.loads(path.read_text(encoding='utf-8'))
     config['model_args'] = storable(config['model_args'])
     config['pretrained_cfg'].pop('tag', None)
@@ -84,19 +86,19 @@ def _tidy_config(path: Path) -> None:
 
 
 def check_pretrained(directory: Union[str, Path]) -> nn.Module:
-    """Return the model of a folder if it is one of this package, and whole; otherwise raise a ValueError.
+    """Load a model of this package from a folder; raise a ValueError if the folder is incomplete or does not fit.
 
-    Stricter than `timm.create_model`, under which gates may be absent from the weights, and stay fresh.
+    Unlike `timm.create_model`, this does not accept weights without gates.
 
     Args:
-        directory: The folder.
+        directory: Folder of the model.
     """
     return _load(Path(directory), str(directory))
 
 
 def _load(directory: Path, where: str) -> nn.Module:
     _check_fit(directory, where)
-    model = _make(directory, where, pretrained=True)
+    model = _create(directory, where, pretrained=True)
     loaded, weights = model.state_dict(), load_file(directory / WEIGHTS_FILE)
     other = [key for key in weights if key in loaded and not _same(loaded[key], weights[key])]
     if other:
@@ -109,31 +111,32 @@ def _same(loaded: torch.Tensor, stored: torch.Tensor) -> bool:
 
 
 def _check_fit(directory: Path, where: str) -> None:
-    """Check a folder without loading its weights: is the config one of ours, and are the weights of its model?"""
+    """Check that a config is of this package and that the names and shapes of the weights fit it."""
     path = f'{where}/{CONFIG_FILE}'
     config = read_config(directory / CONFIG_FILE, path)
     name = config.get('architecture', '')
-    if name not in entry_points() and name not in list_gated_models():  # (a method of one's own counts)
+    if name not in entry_points() and name not in list_gated_models():  # gated models of other packages are accepted
         raise ValueError(
             f'{path} is of {name[:80]!r}, which is not a model of this package. timm_gated.list_gated_models() lists '
-            f'them; those of timm need none of this.')
+            f"the gated models; use timm's own functions for models of timm.")
     check_model_args(config.get('model_args', {}), path)
     if not (directory / WEIGHTS_FILE).is_file():
         there = sorted(other.name for other in directory.iterdir() if other.name not in (CONFIG_FILE, CARD_FILE))
         raise ValueError(
             f'{where} holds no {WEIGHTS_FILE}{f", but {_listed(there)}" if there else ""}. Pickled weights are not '
-            f'read: load them where you trust them, and save the model by timm_gated.save_pretrained.')
+            f'read: if you trust them, load them yourself and save the model with timm_gated.save_pretrained.')
     try:
         with safe_open(directory / WEIGHTS_FILE, 'pt') as file:
             theirs = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118  (no dict)
     except SafetensorError as error:
-        raise ValueError(f'{where}/{WEIGHTS_FILE} is not whole: {error}. Fetch or save it again.') from error
-    # A model without memory tells its shapes, however large the config wants it to be.
-    model = _make(directory, where, device='meta')
+        raise ValueError(
+            f'{where}/{WEIGHTS_FILE} is not complete: {error}. Download or save it again.') from error
+    # The meta device allocates no memory, regardless of the sizes in the config.
+    model = _create(directory, where, device='meta')
     ours = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    trained = tuple(f'{n}.' for n, m in model.named_modules() if isinstance(m, Objective))  # of no use for evaluation
-    missing = [k for k in ours if k not in theirs and not k.startswith(trained) and not k.endswith('_tracked')]
-    unexpected = [k for k in theirs if k not in ours and not k.startswith(trained)]
+    objectives = tuple(f'{n}.' for n, m in model.named_modules() if isinstance(m, Objective))  # only used in training
+    missing = [k for k in ours if k not in theirs and not k.startswith(objectives) and not k.endswith('_tracked')]
+    unexpected = [k for k in theirs if k not in ours and not k.startswith(objectives)]
     shapes = [f'{k} {v} instead of {ours[k]}' for k, v in theirs.items() if k in ours and v != ours[k]]
     parts = [
         f'{what}: {_listed(names)}'
@@ -142,13 +145,13 @@ def _check_fit(directory: Path, where: str) -> None:
         raise ValueError(f"the weights in {where} are not those of its config, a '{name}'; {'; '.join(parts)}.")
 
 
-def _make(directory: Path, where: str, **kwargs: Any) -> nn.Module:
+def _create(directory: Path, where: str, **kwargs: Any) -> nn.Module:
     origin, problem = f'local-dir:{directory}', f'{where} does not make a model'
     try:
         with explained(problem):
             return timm.create_model(origin, **kwargs)
     except ValueError as error:
-        message = str(error).replace(origin, where)  # (the folder may be a temporary one)
+        message = str(error).replace(origin, where)  # the folder may be a temporary one
         raise ValueError(message if where in message else f'{problem}: {message}') from error
 
 
@@ -167,18 +170,18 @@ def push_to_hub(
         commit_message: str = 'Add model',
         token: Optional[str] = None,
 ) -> CommitInfo:
-    """Put a model on the hub, in one commit; the repository is made if it is not there.
+    """Push a model to the hub in one commit. Creates the repository if it does not exist.
 
     Args:
-        model: A model, or the folder of one, which has to pass `check_pretrained`.
-        repo_id: The repository, OWNER/NAME.
-        label_names: Of a model, as for `save_pretrained`.
-        card: Likewise.
-        private: Whether a repository that is made is private.
-        revision: Branch to commit to; by default the main one.
-        create_pr: Open a pull request instead.
-        commit_message: Of the commit.
-        token: To write with; by default that of `hf auth login`.
+        model: Model, or folder of a model, which must pass `check_pretrained`.
+        repo_id: Repository, OWNER/NAME.
+        label_names: Names of the outputs, not for a folder.
+        card: Model card, not for a folder.
+        private: Make a new repository private.
+        revision: Branch to commit to, the main branch by default.
+        create_pr: Open a pull request instead of committing to the branch.
+        commit_message: Message of the commit.
+        token: Access token with write permission, by default that of `hf auth login`.
 
     Example:
         >>> push_to_hub(model, 'me/gated_resnet20-cifar10', card=model_card(model, summary(record)))
@@ -186,7 +189,7 @@ def push_to_hub(
     """
     if isinstance(model, (str, Path)):
         if label_names is not None or card is not None:
-            raise ValueError(f'label_names and card are of a model; the folder {model} has its own.')
+            raise ValueError(f'label_names and card cannot be set for a folder: {model} has its own.')
         check_pretrained(model)
         return _push(Path(model), repo_id, private, revision, create_pr, commit_message, token)
     with tempfile.TemporaryDirectory() as temporary:
@@ -221,16 +224,16 @@ def pull_from_hub(
         revision: Optional[str] = None,
         token: Optional[str] = None,
 ) -> Path:
-    """Fetch a model from the hub as a folder, for `timm.create_model('local-dir:…', pretrained=True)`.
+    """Download a model from the hub as a folder for `timm.create_model('local-dir:…', pretrained=True)`.
 
-    Config, weights and card are fetched, and nothing else. The folder is there once the checksums agree with the hub's
-    (what was damaged is fetched once more) and the model has passed `check_pretrained`; otherwise it is not there.
+    Only config, weights and card are downloaded. The folder is created after the checksums have been compared with the
+    hub's and the model has passed `check_pretrained`. Damaged files are downloaded once more.
 
     Args:
-        repo_id: The repository, OWNER/NAME.
-        directory: The folder; it must not exist, or be empty.
-        revision: Branch, tag or commit; by default the main branch.
-        token: To read with; by default that of `hf auth login`, if any.
+        repo_id: Repository, OWNER/NAME.
+        directory: Folder to write. It must be empty or not exist.
+        revision: Branch, tag or commit, the main branch by default.
+        token: Access token, by default that of `hf auth login`.
 
     Example:
         >>> pull_from_hub('me/gated_resnet20-cifar10', 'folder')
@@ -239,7 +242,7 @@ def pull_from_hub(
     with new_folder(directory) as partial:
         with _clear_errors(repo_id, 'read'):
             commit = api.model_info(repo_id, revision=revision).sha
-            for again in (False, True):  # what the client has in its cache, it does not fetch unless it must
+            for again in (False, True):  # without force_download the client would reuse damaged files from its cache
                 api.snapshot_download(
                     repo_id, revision=commit, local_dir=partial, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE, CARD_FILE],
                     force_download=again)
@@ -248,8 +251,8 @@ def pull_from_hub(
                     break
         if damaged:
             names = _listed([mismatch['path'] for mismatch in damaged])
-            raise ValueError(f'the download of {repo_id} was damaged twice: {names} is not as on the hub. Try again.')
-        shutil.rmtree(partial / '.cache', ignore_errors=True)  # the client's own notes
+            raise ValueError(f'the download of {repo_id} was damaged twice: {names} (checksum mismatch). Try again.')
+        shutil.rmtree(partial / '.cache', ignore_errors=True)  # metadata of the client
         _load(partial, repo_id)
     return Path(directory)
 
@@ -266,7 +269,8 @@ def _clear_errors(repo_id: str, what: str) -> Iterator[None]:
         if error.response.status_code not in (401, 403):
             raise
         raise PermissionError(
-            f'you may not {what} {repo_id}: {error}\nLog in with `hf auth login`, or give a token that may.') from error
-    except (HTTPError, RuntimeError) as error:  # (the client's error over an upload is a RuntimeError)
+            f'you may not {what} {repo_id}: {error}\nLog in with `hf auth login`, or pass a token with this '
+            f'permission.') from error
+    except (HTTPError, RuntimeError) as error:  # the client raises a RuntimeError for failed uploads
         reason = error.__cause__ or error
-        raise ConnectionError(f'the connection to the hub failed over {repo_id}: {reason}. Try again.') from error
+        raise ConnectionError(f'the connection to the hub failed for {repo_id}: {reason}. Try again.') from error

@@ -1,7 +1,7 @@
-"""Gates, gated blocks and what they cost"""
+"""Gates, gated blocks and MAC counting"""
 from .forcing import force_gates
-from .gate import ChannelGate, Gate, GatePool, Gating, apply_gate, gates, set_gate_noise, two_layers
-from .gate_state import gate_density, gate_logits, gate_masks, gate_scores
+from .gate import ChannelGate, Gate, GatePool, Gating, apply_gate, set_gate_noise, two_layers
+from .gate_state import LastPass, gate_density, gate_logits, gate_masks, gate_scores, gates
 from .gated_blocks import (
     GatedBasicBlock,
     GatedBlock,
@@ -16,7 +16,17 @@ from .gated_blocks import (
     shortcut_of,
     switch,
 )
-from .macs import MacCounter, MacFormula, Macs, ModuleMacs, count_macs, mac_formula, run_and_report, run_apart
+from .macs import (
+    MacCounter,
+    MacFormula,
+    MacFormulas,
+    Macs,
+    ModuleMacs,
+    count_macs,
+    mac_formula,
+    run_and_report,
+    run_apart,
+)
 from .narrow import Channels, check_map, gated_channels, inner_channels, narrow_map, narrow_maps
 from .skip_gates import GATES, STAGES, Memory, RecurrentGate, SkipGate
 
@@ -31,8 +41,10 @@ __all__ = [
     'GatedBottleneck',
     'GatedConvs',
     'Gating',
+    'LastPass',
     'MacCounter',
     'MacFormula',
+    'MacFormulas',
     'Macs',
     'MapMasks',
     'Memory',

@@ -1,11 +1,12 @@
-"""Force the gates of a model, for as long as a context lasts"""
+"""Force the gates of a model within a context"""
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator, Mapping, Union
 
 import torch
 import torch.nn as nn
 
-from .gate import Gate, gates
+from .gate import Gate
+from .gate_state import gates
 
 __all__ = ['force_gates']
 
@@ -14,19 +15,19 @@ ForcedMasks = Union[str, Mapping[str, Any]]
 
 @contextmanager
 def force_gates(model: nn.Module, masks: ForcedMasks) -> Iterator[nn.Module]:
-    """Force the gates of a model, in training and in evaluation, while the context lasts.
+    """Force the gates of a model within a context, in training and in evaluation.
 
     Args:
         model: A model with gates.
-        masks: 'open', 'closed', or a mapping from gate names (see `gates`) to masks of 0s and 1s, each
-            [num_gates] or [N, num_gates]. Gates that the mapping does not name stay free.
+        masks: 'open', 'closed', or a mapping from gate names (see `gates`) to masks of 0s and 1s, each [num_gates] or
+            [N, num_gates]. Gates missing from the mapping are not forced.
 
     Example:
         >>> with force_gates(model, 'open'):
         >>>     dense_output = model(images)
     """
     named_gates = dict(gates(model))
-    if not named_gates and masks != 'open':  # (a dense network is open as it is)
+    if not named_gates and masks != 'open':  # a dense network is always open
         raise ValueError(f'this {type(model).__name__} has no gates to force.')
     forced = _resolve_masks(named_gates, masks)
     before = {name: gate.forced for name, gate in named_gates.items()}
@@ -60,6 +61,6 @@ def _resolve_masks(named_gates: Dict[str, Gate], masks: ForcedMasks) -> Dict[str
                 f"the mask of gate '{name}' has shape {tuple(mask.shape)}; allowed are ({num_gates},) and "
                 f'(N, {num_gates}).')
         if not bool(((mask == 0) | (mask == 1)).all()):
-            raise ValueError(f"the mask of gate '{name}' may hold 0 and 1 only (or booleans).")
+            raise ValueError(f"the mask of gate '{name}' must hold only 0 and 1, or booleans.")
         resolved[name] = mask.to(torch.float32, copy=True)
     return resolved

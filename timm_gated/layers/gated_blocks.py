@@ -1,13 +1,12 @@
 """Gated residual blocks
 
-timm's residual blocks with feature maps switched per image by gates that read the block's input.
+timm's residual blocks, with gates that read the block's input and switch channels of its feature maps per image.
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
-By default the inner maps are gated, after the activation: the forward values are the same as before a ReLU, but a
-closed filter then gets no gradient, which the paper found to be what makes training stable. Other positions, which it
-tried and found worse, are options. It does not say which maps of a bottleneck are gated; here both inner ones are, each
-by a gate of its own.
+By default the inner maps are gated, after the activation. The forward values are the same as before a ReLU, but closed
+filters get no gradient, which the paper found necessary for stable training. The other positions of its ablation are
+options. The paper does not say which maps of a bottleneck are gated; here both inner ones are, each by its own gate.
 """
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
@@ -22,11 +21,11 @@ __all__ = [
     'bottleneck_branch', 'check_maps', 'decide', 'shortcut_of', 'switch',
 ]
 
-# What gates switch in a block, by the convolution's name: the gate over its inputs and the gate over its outputs. One
-# decision of a gate stands for an equal share of them: a filter, or, if it is the only one, the whole convolution.
+# Gates over the inputs and outputs of each convolution, by name. Each decision of a gate switches an equal share of the
+# channels: one filter, or all filters if the gate has a single decision.
 GatedConvs = Dict[str, Tuple[Optional[Gate], Optional[Gate]]]
 
-MapMasks = Dict[int, torch.Tensor]  # by the number of the map
+MapMasks = Dict[int, torch.Tensor]  # masks by the index of the feature map
 
 
 def check_maps(gated_maps: Any, maps: Sequence[int]) -> Tuple[int, ...]:
@@ -38,20 +37,20 @@ def check_maps(gated_maps: Any, maps: Sequence[int]) -> Tuple[int, ...]:
 
 
 class GatedBlock(nn.Module):
-    """Mixin over timm's blocks: the gates, and where they go.
+    """Mixin for timm's blocks that adds gates.
 
-    Maps are counted by the convolutions before them: 0 is the block's input, as its first convolution reads it, and the
-    last one is the residual branch, before it is added to the shortcut.
+    The index of a map is the number of convolutions before it: 0 is the input of the first convolution, and the last
+    one is the residual branch, before it is added to the shortcut.
 
     Args:
         inplanes: Input channel dimensionality.
         planes: Used to determine output channel dimensionalities.
         stride: Stride of the block.
         downsample: Optional downsample layer for the residual path.
-        gated_maps: Which maps are gated; by default the inner ones.
-        gate_before_act: Switch inner maps before their activation instead of after it.
-        gate_layer: Makes a gate from (in_channels, num_gates).
-        **kwargs: As for timm's block.
+        gated_maps: Indices of the gated maps; by default the inner ones.
+        gate_before_act: Whether inner maps are switched before their activation instead of after it.
+        gate_layer: Gate class or factory, called with (in_channels, num_gates).
+        **kwargs: Arguments of timm's block.
     """
 
     num_convs: int
@@ -80,7 +79,7 @@ class GatedBlock(nn.Module):
         self.gate_before_act = gate_before_act
         self.gate_pool = GatePool()
         channels = [inplanes, *(conv.out_channels for conv in convs)]
-        for index in maps:  # (None rather than nothing for maps without a gate, as after pruning)
+        for index in maps:  # maps without a gate have None, as after pruning
             gate = gate_layer(inplanes, channels[index], **dd) if index in gated_maps else None
             self.add_module(f'gate{index}', gate)
 
@@ -93,20 +92,20 @@ class GatedBlock(nn.Module):
         return self.forward_masked(x, decide(self, range(self.num_convs + 1), x))
 
     def forward_masked(self, x: torch.Tensor, masks: MapMasks) -> torch.Tensor:
-        """Run the block with some of its maps switched."""
+        """Run the block with the given masks."""
         raise NotImplementedError
 
     def _activate(self, x: torch.Tensor, act: nn.Module, masks: MapMasks, index: int) -> torch.Tensor:
-        """An inner map, activated and switched."""
+        """Activate and switch an inner map."""
         return act(switch(x, masks, index)) if self.gate_before_act else switch(act(x), masks, index)
 
 
 def decide(block: Any, maps: Iterable[int], x: torch.Tensor) -> MapMasks:
-    """Masks of the maps that have a gate; the input is pooled once for all gates.
+    """Masks of the gated maps. The input is pooled once for all gates.
 
     Args:
-        block: A block with gates `gate0`, `gate1`, …, or None instead, and a `gate_pool`.
-        maps: Numbers of the maps.
+        block: A block with a `gate_pool` and attributes `gate0`, `gate1`, …, each a gate or None.
+        maps: Indices of the maps.
         x: Input of the block.
     """
     masks: MapMasks = {}
@@ -148,18 +147,18 @@ def _end_branch(block: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def shortcut_of(block: Any, x: torch.Tensor) -> torch.Tensor:
-    """What timm's blocks add to their residual branch, from their input."""
+    """Shortcut of timm's blocks, from their input."""
     return x if block.downsample is None else block.downsample(x)
 
 
 def add_shortcut(block: Any, x: torch.Tensor, shortcut: torch.Tensor, act: nn.Module) -> torch.Tensor:
-    """How timm's blocks end.
+    """Add the shortcut to the residual branch and activate the sum, as timm's blocks do.
 
     Args:
         block: The block.
-        x: The residual branch.
-        shortcut: The input of the block.
-        act: Its last activation.
+        x: Output of the residual branch.
+        shortcut: Input of the block.
+        act: Last activation of the block.
     """
     x = _end_branch(block, x)
     x += shortcut_of(block, shortcut)
@@ -167,7 +166,7 @@ def add_shortcut(block: Any, x: torch.Tensor, shortcut: torch.Tensor, act: nn.Mo
 
 
 class GatedBasicBlock(GatedBlock, BasicBlock):
-    """timm's BasicBlock with gated maps: by default the inner one, 1. Arguments as for `GatedBlock`."""
+    """timm's BasicBlock with gated maps, by default map 1. Arguments as for `GatedBlock`."""
 
     num_convs = 2
 
@@ -188,7 +187,7 @@ class GatedBasicBlock(GatedBlock, BasicBlock):
 
 
 class GatedBottleneck(GatedBlock, Bottleneck):
-    """timm's Bottleneck with gated maps: by default the two inner ones, 1 and 2. Arguments as for `GatedBlock`."""
+    """timm's Bottleneck with gated maps, by default maps 1 and 2. Arguments as for `GatedBlock`."""
 
     num_convs = 3
 

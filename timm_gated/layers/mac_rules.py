@@ -1,7 +1,7 @@
-"""MACs of a call of torch, by the name of the operator
+"""MACs of torch calls, by operator name
 
-Counted are convolutions, linear layers, recurrent layers and the projections of attention; products of matrices as such
-are known, but not counted.
+Counted are convolutions, linear layers, recurrent layers and the projections of attention. Other matrix products are
+recognised, but not counted.
 """
 import inspect
 import math
@@ -16,7 +16,7 @@ __all__ = ['MAC_RULES', 'PARTLY_COUNTED', 'POOLING', 'num_mapped', 'operator_nam
 
 
 def operator_name(func: Any) -> str:
-    """Name of a function of torch; of the operators in `torch.ops`, torch's own and torchvision's have one."""
+    """Name of a torch function. Operators of `torch.ops` outside aten and torchvision have an empty name."""
     packet = getattr(func, 'overloadpacket', func)
     if not isinstance(packet, OpOverloadPacket):
         return getattr(func, '__name__', '')
@@ -25,7 +25,7 @@ def operator_name(func: Any) -> str:
 
 
 def num_mapped(x: torch.Tensor) -> int:
-    """Number of inputs that a call within `torch.vmap`, of which this is the output, stands for."""
+    """Number of inputs that a call within `torch.vmap` maps over, from its output."""
     count = 1
     while is_functorch_wrapped_tensor(x):
         inner = get_unwrapped(x)
@@ -53,7 +53,7 @@ def _linear(output: torch.Tensor, /, input: torch.Tensor, weight: torch.Tensor, 
 
 
 def _applied(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
-    """Of matrices that are applied to every feature vector."""
+    """MACs of matrices that are applied to every feature vector."""
     return x.numel() // x.shape[-1] * sum(weight.numel() for weight in weights if weight.ndim == 2)
 
 
@@ -79,7 +79,7 @@ def _uncounted(output: Any, /, *args: Any, **kwargs: Any) -> None:
     return None
 
 
-# From what an operator gave and what it was called with. None is for products that do not count.
+# Functions from the output and the arguments of a call to its MACs, or None for products that are not counted.
 MAC_RULES: Dict[str, Callable[..., Optional[int]]] = {
     **{f'conv{n}d': _conv for n in (1, 2, 3)},
     **{f'conv_transpose{n}d': _conv_transpose for n in (1, 2, 3)},
@@ -95,5 +95,5 @@ MAC_RULES: Dict[str, Callable[..., Optional[int]]] = {
         'chain_matmul', 'linalg_multi_dot', 'matrix_power', 'linalg_matrix_power', 'dot', 'vdot', 'linalg_vecdot',
         '_sparse_mm', 'smm', 'sspaddmm', '_scaled_mm', '_int_mm', 'conv_tbc'), _uncounted),
 }
-PARTLY_COUNTED = {'multi_head_attention_forward'}  # (its projections)
+PARTLY_COUNTED = {'multi_head_attention_forward'}  # only its projections
 POOLING = {'mean', *(f'{kind}avg_pool{n}d' for kind in ('', 'adaptive_') for n in (1, 2, 3))}

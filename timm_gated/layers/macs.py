@@ -1,11 +1,11 @@
-"""Multiply-accumulates, of the dense network and of each sample
+"""Multiply-accumulates (MACs) of the dense network and of each sample
 
-The convention is the gating paper's; `count_macs` states it.
+The convention is the paper's; `count_macs` states it.
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
-The counter is a `TorchFunctionMode`: it sees the calls of its own thread, functional ones too. It leaves no hooks on
-modules, which another thread may be running, and finds the module of a call in the stack of Python's frames.
+The counter is a `TorchFunctionMode`: it sees all calls of its own thread, functional ones included. It sets no hooks,
+since another thread may run the same modules, and finds the calling module in the stack of Python frames.
 """
 import copy
 import itertools
@@ -19,12 +19,16 @@ import torch.nn as nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from ..utils import evaluation_mode, unwrap
-from .gate import Gate, Gating, gates, report_decision
+from .gate import Gate, Gating, report_decision
+from .gate_state import gates
 from .mac_rules import MAC_RULES, PARTLY_COUNTED, POOLING, num_mapped, operator_name
 
-__all__ = ['count_macs', 'mac_formula', 'MacCounter', 'MacFormula', 'Macs', 'ModuleMacs', 'run_and_report', 'run_apart']
+__all__ = [
+    'count_macs', 'mac_formula', 'MacCounter', 'MacFormula', 'MacFormulas', 'Macs', 'ModuleMacs', 'run_and_report',
+    'run_apart',
+]
 
-_CALL = nn.Module._call_impl.__code__  # what `module(...)` runs, with the arguments as they were given
+_CALL = nn.Module._call_impl.__code__  # code of `module(...)`
 _WITHOUT_PRODUCTS = nn.Embedding, nn.EmbeddingBag, nn.LayerNorm
 
 
@@ -33,7 +37,7 @@ class ModuleMacs:
     """MACs of one module.
 
     Attributes:
-        dense: MACs of a sample in the plain network; 0 for gates and their pooling.
+        dense: MACs per sample in the dense network; 0 for gates and their pooling.
         per_sample: MACs of each sample, [N], int64.
     """
     dense: int
@@ -45,12 +49,12 @@ class Macs:
     """MACs of a batch.
 
     Attributes:
-        dense: MACs of a sample in the plain network without gates.
+        dense: MACs per sample in the dense network, without gates.
         per_sample: MACs of each sample, gates included, [N], int64.
-        by_module: Both, for every module that counts, by name. An accelerated network counts as one.
-        uncounted: Names of the modules with matrix products that are not in the counts, by operator; and, by class,
-            names of the layers that were not seen to run: not called, quantized, or run by code that torch does not
-            show, such as TorchScript or a compiled extension.
+        by_module: MACs of every counted module, by name. An accelerated network is one module.
+        uncounted: Names of modules with matrix products outside the count, by operator; and names of layers that were
+            not seen to run, by class: layers not called, quantized, or run by code invisible to torch, such as
+            TorchScript or a compiled extension.
     """
     dense: int
     per_sample: torch.Tensor
@@ -59,19 +63,19 @@ class Macs:
 
     @property
     def share(self) -> float:
-        """Mean MACs of a sample, gates included, over those of the plain network."""
+        """Mean MACs per sample, gates included, divided by those of the dense network."""
         return self.per_sample.double().mean().item() / self.dense
 
 
 @dataclass
 class MacFormula:
-    """What an image costs as a function of its gates, for images of one size.
+    """MACs of an image as a function of its gates, for images of one size.
 
     Attributes:
-        dense: MACs of a sample in the plain network without gates.
+        dense: MACs per sample in the dense network, without gates.
         fixed: MACs that every sample uses: stem, shortcuts, head, and the gates themselves.
-        switched: Of every convolution that gates switch, by name: its MACs with all of them open, and the names of the
-            gates, each with how many channels beside its own are always open.
+        switched: Gated convolutions by name: MACs with all gates open, and the names of the gates, each with its number
+            of always open channels.
     """
     dense: int
     fixed: int
@@ -81,7 +85,7 @@ class MacFormula:
         """MACs of each sample, [N], float64. A convolution uses its open inputs times its open outputs.
 
         Args:
-            masks: Of every gate, by name, [N, num_gates]; gradients go through them.
+            masks: Masks by gate name, [N, num_gates] each. The result is differentiable in them.
         """
         total: Any = self.fixed
         for macs, ungated in self.switched.values():
@@ -93,13 +97,11 @@ class MacFormula:
 
 
 class MacCounter(TorchFunctionMode):
-    """Counts MACs while the context lasts, over all forward passes of one batch.
-
-    Counted is what the model runs in the thread of the context.
+    """Context that counts MACs over all forward passes of one batch, in its own thread.
 
     Args:
         model: A gated model, an accelerated one, or any other model of convolutions and linear layers.
-        num_samples: Number of images in the batch; by default the first dimension of what the model is called with.
+        num_samples: Number of images in the batch; by default the first dimension of the model's input.
 
     Example:
         >>> with MacCounter(model) as counter:
@@ -111,10 +113,10 @@ class MacCounter(TorchFunctionMode):
         super().__init__()
         self._model = model
         self._given_samples = num_samples
-        self._names: Dict[int, str] = {}  # of the modules, by id
-        self._layers: Dict[str, str] = {}  # classes of those that have a matrix of their own
-        self._switches: Dict[str, List[Gate]] = {}  # gates over the inputs and the outputs of convolutions
-        self._overhead: Set[str] = set()  # what the plain network does not have
+        self._names: Dict[int, str] = {}  # module names by id
+        self._layers: Dict[str, str] = {}  # class names of the modules with a weight matrix
+        self._switches: Dict[str, List[Gate]] = {}  # gates over the inputs and outputs of each convolution
+        self._overhead: Set[str] = set()  # modules that the dense network does not have
         for name, module in model.named_modules():
             self._names[id(module)] = name
             prefix = f'{name}.' if name else ''
@@ -131,24 +133,24 @@ class MacCounter(TorchFunctionMode):
         known = {id(gate) for switching in self._switches.values() for gate in switching}
         self._gate_names = {id(gate): name for name, gate in gates(model)}
         for gate_id, name in self._gate_names.items():
-            if name and gate_id not in known:  # (a gate by itself switches nothing)
+            if name and gate_id not in known:  # (a gate alone switches nothing)
                 raise ValueError(
-                    f"cannot tell what gate '{name}' switches: its block is not in this model (a traced copy, maybe). "
-                    f'Count the model that it was made from.')
+                    f"cannot tell what gate '{name}' switches: its block is not in this model, which may be a traced "
+                    f'copy. Count the original model.')
         self._reset()
 
     def _reset(self) -> None:
         self._full: Dict[str, int] = {}  # MACs of the batch with everything open
-        self._used: Dict[str, torch.Tensor] = {}  # and what each sample used of them, where that depends on it
-        self._num_open: Dict[int, torch.Tensor] = {}  # of each gate, by id, for each sample
-        self._uncounted: Dict[str, Dict[str, None]] = {}  # modules by operator, in the order of their calls
-        self._batch: Optional[Tuple[int, torch.device]] = None  # number of samples, and where they are
+        self._used: Dict[str, torch.Tensor] = {}  # MACs of each sample, where they depend on it
+        self._num_open: Dict[int, torch.Tensor] = {}  # open channels per sample, by id of the gate
+        self._uncounted: Dict[str, Dict[str, None]] = {}  # modules by operator, in call order
+        self._batch: Optional[Tuple[int, torch.device]] = None  # number and device of the samples
 
     def __enter__(self) -> 'MacCounter':
         self._reset()
         return super().__enter__()
 
-    @torch.compiler.disable  # (a compiled model runs eagerly here)
+    @torch.compiler.disable  # a compiled model runs eagerly here
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
@@ -167,8 +169,8 @@ class MacCounter(TorchFunctionMode):
         return output
 
     def _running_module(self) -> Optional[str]:
-        """The innermost module of the model that is running; None if the model does not run."""
-        frame: Optional[FrameType] = sys._getframe(1)  # (the locals of this frame would refer to the frame: a cycle)
+        """Name of the innermost running module of the model; None if the model is not running."""
+        frame: Optional[FrameType] = sys._getframe(1)  # the locals of frame 0 would hold the frame: a cycle
         while frame is not None:
             if frame.f_code is run_apart.__code__:
                 return None
@@ -182,7 +184,7 @@ class MacCounter(TorchFunctionMode):
         if operator in POOLING:
             if name in self._overhead:
                 x = _first_tensor((args, kwargs))
-                self._add(name, x.numel() if x.ndim > 2 else 0, x)  # (of maps)
+                self._add(name, x.numel() if x.ndim > 2 else 0, x)
             return
         total = MAC_RULES[operator](output, *args, **kwargs)
         if total is not None:
@@ -193,18 +195,18 @@ class MacCounter(TorchFunctionMode):
             self._add(name, total, (args, kwargs), self._open_part(name, total) if name in self._switches else None)
 
     def _open_part(self, name: str, total: int) -> torch.Tensor:
-        """What each input uses of a convolution that gates switch."""
+        """MACs that each input uses of a gated convolution."""
         used: Any = None
         for gate in self._switches[name]:
             if id(gate) not in self._num_open:
-                raise ValueError(f"'{name}' runs before a gate that switches it, so that its MACs are not known.")
+                raise ValueError(f"'{name}' runs before a gate that switches it, so its MACs are unknown.")
             num_open = self._num_open[id(gate)]
             used = _share(total, len(num_open)) if used is None else used
             used = used // (gate.num_gates + gate.num_ungated) * num_open
         return used
 
     def _add(self, name: str, total: int, inputs: Any, used: Optional[torch.Tensor] = None) -> None:
-        """Take in a call; further passes add up, such as those of other crops."""
+        """Add the MACs of a call. Several passes, such as those of several crops, add up."""
         if self._batch is None:
             self._batch = self._find_batch(_first_tensor(inputs))
         self._full[name] = self._full.get(name, 0) + total
@@ -215,14 +217,14 @@ class MacCounter(TorchFunctionMode):
             used = used.sum(0, keepdim=True)
         elif len(used) != num_samples:
             raise ValueError(
-                f"the gates of '{name}' decided about {len(used)} inputs in a batch of {num_samples} images: which of "
-                f'them belong to which image is not known. Count the images one by one.')
+                f"the gates of '{name}' decided about {len(used)} inputs in a batch of {num_samples} images, and the "
+                f'image of each input is unknown. Count the images one by one.')
         self._used[name] = self._used.get(name, 0) + used
 
     def _find_batch(self, x: torch.Tensor) -> Tuple[int, torch.device]:
-        """Number and device of the samples that the model was called with, unless its number is given.
+        """Number (unless given) and device of the samples that the model was called with.
 
-        Those of the outermost call: modules within may fold something else into the batch.
+        The outermost call counts: inner modules may fold other dimensions into the batch.
         """
         if self._given_samples is not None:
             return self._given_samples, x.device
@@ -238,7 +240,7 @@ class MacCounter(TorchFunctionMode):
         return x.shape[dim], x.device
 
     def macs(self) -> Macs:
-        """What was counted since the context was entered."""
+        """MACs counted since the context was entered."""
         num_samples, device = self._counted()
         by_module = {}
         for name, total in self._full.items():
@@ -259,13 +261,13 @@ class MacCounter(TorchFunctionMode):
         found = {operator: list(names) for operator, names in self._uncounted.items()}
         seen = {*self._full, *itertools.chain(*found.values())}
         for name, layer in self._layers.items():
-            # (a module may use the weight of its child without calling it, as attention does)
+            # A module may use the weight of its child without calling it, as attention does.
             if name not in seen and name.rpartition('.')[0] not in seen:
                 found.setdefault(layer, []).append(name)
         return found
 
     def formula(self) -> MacFormula:
-        """What was counted since the context was entered, as a function of the gates."""
+        """MACs counted since the context was entered, as a function of the gates."""
         num_samples, _ = self._counted()
         self._check_switches('formula')
         full = {name: _share(total, num_samples) for name, total in self._full.items()}
@@ -278,9 +280,9 @@ class MacCounter(TorchFunctionMode):
         )
 
     def parameters(self) -> torch.Tensor:
-        """Parameters that each sample used, [N]: all but the weights of filters, and of their inputs, that were off.
+        """Number of parameters that each sample used, [N]: all but the weights of closed inputs and filters.
 
-        Norms, biases and gates count in full.
+        Norms, biases and gates always count in full.
         """
         num_samples, device = self._counted()
         self._check_switches('parameters')
@@ -295,27 +297,27 @@ class MacCounter(TorchFunctionMode):
         for name in self._used:
             if name not in self._switches:
                 raise ValueError(
-                    f"an accelerated network ('{name}') tells its MACs only, not the {what}: count the network that it "
-                    f'was made from.')
+                    f"an accelerated network ('{name}') reports its MACs only, not the {what}: count the original "
+                    f'network.')
 
     def _counted(self) -> Tuple[int, torch.device]:
         if self._batch is None:
             raise RuntimeError(
-                'no MACs counted: the model did not run while the context lasted, or was run by code that torch does '
-                'not show, such as TorchScript.')
+                'no MACs counted: the model did not run within the context, or was run by code invisible to torch, '
+                'such as TorchScript.')
         return self._batch
 
 
 def run_apart(model: nn.Module, x: torch.Tensor) -> Any:
-    """Run a model for itself: it does not count as part of the model that may be running now."""
+    """Run a model that does not count as part of the model that is running now."""
     return model(x)
 
 
 def run_and_report(network: Any, x: torch.Tensor) -> Tuple[Any, ModuleMacs]:
-    """Run a network that knows its own MACs, which torch does not show, and tell them to the counters of this thread.
+    """Run a network that counts its own MACs and report them to the counters of this thread.
 
     Args:
-        network: A module with a method `run_with_cost`, which gives the output and the MACs.
+        network: A module with a method `run_with_cost` that returns the output and the MACs.
         x: A batch of images.
     """
     if has_torch_function_unary(x):
@@ -329,13 +331,13 @@ def count_macs(model: nn.Module, x: torch.Tensor) -> Macs:
 
     Counted are convolutions, linear layers, the projections of attention and the matrix products of recurrent layers,
     as modules or as functions, one MAC per multiplication. Not counted are normalisation, activation, pooling, residual
-    additions and biases, nor products of matrices as such, those of queries, keys and values among them; `uncounted`
-    names the latter. The total agrees with fvcore's convolution + linear.
+    additions, biases and other matrix products, such as those of queries, keys and values; `uncounted` names the
+    products. The total agrees with fvcore's convolution + linear.
 
-    `dense` is the plain network without its gates. `per_sample` is what an image costs: a convolution counts its open
-    inputs times its open outputs, and nothing in a block that is skipped; shortcuts, stem and head count in full; and
-    so does the overhead of the gates, which is all that counts within `Gating` modules, and the additions of average
-    pooling there, one per value. What the images of a batch share, such as a table of positions, is divided among them.
+    `dense` is the dense network without gates. In `per_sample` a convolution counts its open inputs times its open
+    outputs, and a skipped block counts nothing. Shortcuts, stem and head count in full, and so does the overhead of
+    the gates: the MACs inside `Gating` modules, plus the additions of average pooling there, one per value. Work that
+    the images of a batch share, such as a position table, is divided among them.
 
     Args:
         model: A gated model, an accelerated one, or any other model of convolutions and linear layers.
@@ -345,19 +347,19 @@ def count_macs(model: nn.Module, x: torch.Tensor) -> Macs:
         >>> macs = count_macs(model, images)
         >>> macs.dense, macs.per_sample.float().mean(), macs.share
     """
-    model = unwrap(model)  # (of a compiled graph there is nothing to count)
+    model = unwrap(model)  # a compiled graph cannot be counted
     with evaluation_mode(model), MacCounter(model) as counter:
         model(x)
     return counter.macs()
 
 
 def _share(total: int, num_samples: int) -> int:
-    """One sample's part of the MACs of a batch."""
+    """MACs per sample."""
     return total // max(num_samples, 1)
 
 
 def _first_tensor(values: Any) -> Any:
-    """The first tensor among arguments, also within lists and dicts; None if there is none."""
+    """First tensor in nested lists, tuples and dicts; None if there is none."""
     if isinstance(values, torch.Tensor):
         return values
     if isinstance(values, dict):
@@ -372,7 +374,7 @@ def _first_tensor(values: Any) -> Any:
 
 @torch.no_grad()
 def mac_formula(network: nn.Module, input_size: Tuple[int, ...]) -> MacFormula:
-    """What images of one size cost, as a function of a network's gates. The network itself is not run.
+    """MACs of images of one size as a function of a network's gates. The network itself is not run.
 
     Args:
         network: A gated network.
@@ -380,10 +382,24 @@ def mac_formula(network: nn.Module, input_size: Tuple[int, ...]) -> MacFormula:
     """
     tensors: Dict[int, Any] = {id(p): nn.Parameter(p.to('meta'), requires_grad=False) for p in network.parameters()}
     tensors.update({id(buffer): buffer.to('meta') for buffer in network.buffers()})
-    twin = copy.deepcopy(network, tensors).eval()
-    for module in twin.modules():  # whoever listens to the network does not want to hear of its copy
+    meta = copy.deepcopy(network, tensors).eval()
+    for module in meta.modules():
         module._forward_hooks.clear()
     dtype = next(network.parameters()).dtype
-    with MacCounter(twin) as counter:
-        run_apart(twin, torch.empty(1, *input_size, dtype=dtype, device='meta'))
+    with MacCounter(meta) as counter:
+        run_apart(meta, torch.empty(1, *input_size, dtype=dtype, device='meta'))
     return counter.formula()
+
+
+class MacFormulas:
+    """MAC formulas of a network, computed once per input size and number of gates."""
+
+    def __init__(self) -> None:
+        self._formulas: Dict[Any, MacFormula] = {}
+
+    def find(self, network: nn.Module, input_size: Tuple[int, ...], masks: Mapping[str, torch.Tensor]) -> MacFormula:
+        """Formula of a network whose gates gave these masks."""
+        key = input_size, tuple((name, mask.shape[1]) for name, mask in masks.items())  # changed by pruning
+        if key not in self._formulas:
+            self._formulas[key] = mac_formula(network, input_size)
+        return self._formulas[key]

@@ -1,11 +1,11 @@
-"""Residual blocks whose inner maps have widths of their own
+"""Residual blocks with individual widths of their inner maps
 
-The filters of an inner map may be taken out of a block, as nothing outside of the block sees them: the convolution that
-makes the map, its norm, its gate and the convolution that reads it all become smaller. A model with such blocks is an
-ordinary one of its family with two more options, which a config can hold:
+Filters of an inner map can be removed, since nothing outside the block reads them: the convolution that computes the
+map, its norm, its gate and the convolution that reads it all become smaller. Two model options describe such blocks, so
+that a config can hold them:
 
-    inner_channels: width of each inner map of a block, by the block's name: {'layer1.0': [9], 'layer1.1': [16]}
-    gated_channels: how many of these have gates; they come first, and the others are always open
+    inner_channels: width of each inner map, by block name: {'layer1.0': [9], 'layer1.1': [16]}
+    gated_channels: number of these channels that have gates; they come first, and the others are always open
 """
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
@@ -18,11 +18,11 @@ from .gate import ChannelGate
 
 __all__ = ['Channels', 'check_map', 'gated_channels', 'inner_channels', 'narrow_map', 'narrow_maps', 'residual_blocks']
 
-Channels = Mapping[str, Sequence[int]]  # one number an inner map, by the name of the block
+Channels = Mapping[str, Sequence[int]]  # one number per inner map, by block name
 
 
 def residual_blocks(model: nn.Module) -> Iterator[Tuple[str, Any]]:
-    """The residual blocks of a ResNet, of timm's kind or mmseg's, with their names."""
+    """Residual blocks of a timm or mmseg ResNet, with their names."""
     for name, module in model.named_modules():
         if hasattr(module, 'conv2') and hasattr(module, 'downsample'):
             yield name, module
@@ -36,24 +36,24 @@ def inner_channels(model: nn.Module) -> Dict[str, List[int]]:
 
 
 def gated_channels(model: nn.Module) -> Dict[str, List[int]]:
-    """How many channels of each inner map of each residual block have gates."""
+    """Number of gated channels of each inner map of each residual block."""
     return {
         name: [0 if (gate := _gate(block, index)) is None else gate.num_gates for index in _maps(block)]
         for name, block in residual_blocks(model)}
 
 
 def narrow_maps(model: nn.Module, inner: Optional[Channels] = None, gated: Optional[Channels] = None) -> None:
-    """Give inner maps of a model widths of their own, by keeping their first channels. In place.
+    """Narrow inner maps of a model to their first channels, in place.
 
     Args:
         model: A ResNet, gated or not.
-        inner: Widths of the inner maps of a block; blocks that are not named keep theirs.
-        gated: How many of these have gates; by default all that have one now.
+        inner: Widths of the inner maps by block name; other blocks are unchanged.
+        gated: Number of gated channels by block name; by default all that have a gate now.
     """
     inner, gated = inner or {}, gated or {}
     for name, given in (('inner_channels', inner), ('gated_channels', gated)):
         if not isinstance(given, Mapping):
-            raise ValueError(f'{name} must be a mapping from names of blocks to lists, got {given!r}.')
+            raise ValueError(f'{name} must be a mapping from block names to lists, got {given!r}.')
     blocks = dict(residual_blocks(model))
     widths, gates = inner_channels(model), gated_channels(model)
     for name in dict.fromkeys((*inner, *gated)):
@@ -67,14 +67,14 @@ def narrow_maps(model: nn.Module, inner: Optional[Channels] = None, gated: Optio
 
 
 def narrow_map(block: Any, index: int, keep: torch.Tensor, num_gates: int = 0) -> None:
-    """Keep some channels of an inner map of a residual block. In place.
+    """Keep some channels of an inner map of a residual block, in place.
 
     Args:
         block: A residual block of plain convolutions and batch norms.
-        index: Of the map: the one after conv1 is 1.
-        keep: The channels that stay, in their new order. If there are none, one is left that nothing reads: a
-            convolution cannot do without.
-        num_gates: The first so many keep their gates; the others are always open from now on.
+        index: Index of the map; 1 is the output of conv1.
+        keep: Channels to keep, in their new order. If empty, one channel with zero weights remains, since a
+            convolution needs at least one.
+        num_gates: Number of kept channels that keep their gates, the first ones; the others become always open.
     """
     check_map(block, index)
     conv, norm, reader = (getattr(block, name) for name in (f'conv{index}', f'bn{index}', f'conv{index + 1}'))
@@ -107,19 +107,19 @@ def _gate(block: Any, index: int) -> Optional[ChannelGate]:
 
 
 def _check(values: Any, limits: Sequence[int], name: str, minimum: int) -> Sequence[int]:
-    whole = isinstance(values, Sequence) and len(values) == len(limits) and all(type(value) is int for value in values)
-    if not whole or not all(minimum <= value <= limit for value, limit in zip(values, limits, strict=True)):
+    valid = isinstance(values, Sequence) and len(values) == len(limits) and all(type(value) is int for value in values)
+    if not valid or not all(minimum <= value <= limit for value, limit in zip(values, limits, strict=True)):
         ranges = ', '.join(f'{minimum} to {limit}' for limit in limits)
         raise ValueError(f'{name} must be {len(limits)} whole number(s) within {ranges}; got {values!r}.')
     return values
 
 
 def check_map(block: Any, index: int) -> None:
-    """Refuse an inner map of a residual block that cannot be made narrower.
+    """Raise a ValueError if an inner map of a residual block cannot be narrowed.
 
     Args:
-        block: The block.
-        index: Of the map.
+        block: The residual block.
+        index: Index of the map; 1 is the output of conv1.
     """
     names = (f'conv{index}', f'bn{index}', f'conv{index + 1}')
     conv, norm, reader = (getattr(block, name, None) for name in names)
@@ -127,22 +127,23 @@ def check_map(block: Any, index: int) -> None:
     plain = all(type(module) is nn.Conv2d and module.groups == 1 for module in (conv, reader))
     if not plain or not isinstance(norm, (_NormBase, FrozenBatchNorm2d)):
         raise ValueError(
-            f'only plain convolutions with batch norms can be made narrower, this {type(block).__name__} has '
+            f'only plain convolutions with batch norms can be narrowed, this {type(block).__name__} has '
             f'{conv}, {norm} and {reader}.')
     if gate is not None and not isinstance(gate, ChannelGate):
-        raise ValueError(f'only maps under a ChannelGate can be made narrower, got one under a {type(gate).__name__}.')
+        raise ValueError(f'only maps under a ChannelGate can be narrowed, got a map under a {type(gate).__name__}.')
     if getattr(block, 'with_plugins', False):  # mmseg's
-        raise ValueError(f'a {type(block).__name__} with plugins cannot be made narrower.')
+        raise ValueError(f'a {type(block).__name__} with plugins cannot be narrowed.')
     if getattr(block, 'gate_before_act', False) and float(getattr(block, f'act{index}')(torch.zeros(()))) != 0:
         raise ValueError(
-            f'a channel that is closed before {getattr(block, f"act{index}")} is not zero after it, so it cannot go.')
+            f'a channel that is closed before {getattr(block, f"act{index}")} is not zero after it, so it cannot be '
+            f'removed.')
     between = getattr(block, 'aa', None)
     if between is not None and not isinstance(between, nn.Identity):
-        raise ValueError(f'a block with {type(between).__name__} between its convolutions cannot be made narrower.')
+        raise ValueError(f'a block with {type(between).__name__} between its convolutions cannot be narrowed.')
 
 
 def _take(module: nn.Module, names: Sequence[str], keep: torch.Tensor, dim: int = 0) -> None:
-    """Select channels of parameters and buffers, those that are there."""
+    """Select channels of parameters and buffers that are not None."""
     for name in names:
         tensor = getattr(module, name)
         if tensor is None:

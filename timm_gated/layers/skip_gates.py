@@ -1,12 +1,12 @@
-"""The gates of SkipNet, recurrent and feed-forward
+"""Recurrent and feed-forward gates of SkipNet
 
-All read the input of the block that they switch, which is the output of the block before.
+Each gate reads the input of the block that it switches.
 
 Paper: SkipNet: Learning Dynamic Routing in Convolutional Networks (https://arxiv.org/abs/1711.09485)
 
-Differences from the original: pools adapt to images of any size, and the max pooling of feed-forward gates keeps the
-last row and column of odd maps, so that something is left of a single pixel. A softmax over two outputs is written as
-the sigmoid of their difference, so that every gate has log-odds.
+Differences from the original: pooling adapts to any image size. The max pooling of feed-forward gates keeps the last
+row and column of odd maps, so that single pixels can be pooled. A softmax over two outputs is computed as the sigmoid
+of their difference, so that every gate has log-odds.
 """
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Type
 
@@ -22,20 +22,20 @@ STAGES = ('supervised', 'soft', 'hybrid')
 
 
 class SkipGate(Gate):
-    """Base of the gates of SkipNet: one that sees the map itself, and is trained in stages.
+    """Base of SkipNet's gates, which read the feature map itself and are trained in stages.
 
     Attributes:
-        stage: What the mask is in training. 'supervised' is the decision of evaluation, with the gradient of the
-            probability; 'soft' the probability itself; 'hybrid' a sample, which has no gradient. Set by `Skipping`.
+        stage: Kind of mask in training, set by `Skipping`: 'supervised' is the decision of evaluation with the gradient
+            of the probability, 'soft' is the probability, 'hybrid' is a sample without gradient.
     """
 
     stage: str = 'supervised'
 
     def follow(self) -> None:
-        """Leave to the gate of the first block that has one what all gates of a network share."""
+        """Delete the layers that this gate shares with the first gate of the network."""
 
     def recall(self, x: torch.Tensor, memory: Optional['Memory']) -> Tuple[torch.Tensor, Optional['Memory']]:
-        """Mask and memory for the next gate, from the map and the memory of the gates before."""
+        """Mask, and memory for the next gate, from the feature map and the memory of the previous gates."""
         return self(x), memory
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
@@ -48,12 +48,12 @@ class SkipGate(Gate):
 
 
 class Memory(NamedTuple):
-    """What recurrent gates hand on.
+    """Memory that recurrent gates pass on.
 
     Attributes:
-        lstm: The LSTM that all share.
-        fc: The output layer that all share.
-        state: The LSTM's state after the last gate.
+        lstm: LSTM shared by all gates.
+        fc: Output layer shared by all gates.
+        state: State of the LSTM after the last gate.
     """
     lstm: nn.LSTMCell
     fc: nn.Linear
@@ -61,16 +61,16 @@ class Memory(NamedTuple):
 
 
 class RecurrentGate(SkipGate):
-    """One decision for a block, by an LSTM that has seen what came before all the blocks before.
+    """One decision per block, by an LSTM over the inputs of all previous blocks.
 
-    The map is pooled and projected by a layer of each gate; LSTM and output layer are those of the network's first
-    gate, and come to the others with the memory.
+    Each gate has its own pooling and projection. The LSTM and the output layer belong to the first gate of the network
+    and reach the others through the memory.
 
     Args:
         in_channels: Channels of the block's input.
-        num_gates: Blocks to switch.
+        num_gates: Number of blocks to switch.
         hidden_channels: Width of projection and LSTM.
-        bias: Initial bias of the logits; by default about 88 % of the blocks run, as otherwise few would ever learn.
+        bias: Initial bias of the logits; by default about 88 % of the blocks run at first, so that all get trained.
     """
 
     def __init__(
@@ -111,7 +111,8 @@ class RecurrentGate(SkipGate):
         if memory is None:
             if not hasattr(self, 'lstm'):
                 raise RuntimeError(
-                    'this gate was told nothing of the gates before it, whose LSTM it shares: run the whole network.')
+                    'this gate was told nothing of the gates before it, whose LSTM it shares. Run the complete '
+                    'network.')
             memory = Memory(self.lstm, self.fc)
         with full_precision(x):
             pooled = self.pool(x.to(self.proj.weight.dtype))
@@ -121,12 +122,13 @@ class RecurrentGate(SkipGate):
 
 
 class _FeedForwardGate(SkipGate):
-    """One decision for a block, by convolutions as wide as its input. (In a network of bottlenecks they cost the most.)
+    """One decision per block, by convolutions as wide as its input. With bottlenecks they cost more than the blocks.
 
     Args:
         in_channels: Channels of the block's input.
-        num_gates: Blocks to switch.
-        bias: Initial bias of open; that of closed is zero. By default about 88 % of the blocks run.
+        num_gates: Number of blocks to switch.
+        bias: Initial bias of the open output; that of the closed output is zero. By default about 88 % of the blocks
+            run at first.
     """
 
     def __init__(

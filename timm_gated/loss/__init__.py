@@ -3,7 +3,7 @@ from .beta import beta_cdf
 from .budget import MacBudget, budget_loss
 from .feature_shaping import FeatureShaping, gate_prior, shape_features
 from .gate_losses import BatchShapingLoss, L0Loss, batch_shaping_loss, check_reduction, l0_loss
-from .objective import GateLosses, Objective, Step, Term, objectives
+from .objective import GateLosses, Objective, Step, Term, find_objectives, objectives
 from .priors import Beta, Mixture, Normal, Prior, RelaxedBernoulli, Uniform, create_prior
 from .schedules import Epochs, Scheduled, check_epochs, linear_anneal, linear_warmup, scale_epochs
 from .snapshots import GateSnapshots, Snapshots, histograms, load_snapshots
@@ -33,6 +33,7 @@ __all__ = [
     'check_epochs',
     'check_reduction',
     'create_prior',
+    'find_objectives',
     'gate_prior',
     'histograms',
     'l0_loss',

@@ -1,19 +1,19 @@
 """CDF and density of the Beta distribution in native torch
 
-Batch shaping compares gates with the CDF of a Beta(0.6, 0.4). PyTorch has no incomplete beta function, and a SciPy
-round trip in the training step costs a device transfer and many times the arithmetic. Here everything stays on the
-device and in the tensor's dtype, compiles, and is differentiable in `x`, `a` and `b`.
+Batch shaping compares gates with the CDF of a Beta(0.6, 0.4). PyTorch has no incomplete beta function, and calling
+SciPy in the training step costs a device transfer and many times the arithmetic. This implementation stays on the
+device and in the tensor's dtype, can be compiled, and is differentiable in `x`, `a` and `b`.
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
-The method is the classical continued fraction. With y = 1 - x and prefactor = x^a y^b / B(a, b),
+The method is the continued fraction. With y = 1 - x and prefactor = x^a y^b / B(a, b),
 
     I_x(a, b) =     prefactor / (a * f(x; a, b))    for x up to (a + 1) / (a + b + 2), where f converges fast,
     I_x(a, b) = 1 - prefactor / (b * f(y; b, a))    beyond,
     f(x; a, b) = 1 + d_1 x / (1 + d_2 x / (1 + d_3 x / ...)).
 
-The fraction is cut at a fixed depth and evaluated from the bottom, one fused operation a level on the whole tensor.
-The derivative in x is the density itself, never a derivative of the fraction.
+The fraction is truncated at a fixed depth and evaluated from the bottom, with one fused operation per level. The
+derivative in x is the density itself, not a derivative of the fraction.
 """
 import math
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ __all__ = ['beta_cdf', 'beta_pdf']
 
 Number = float | torch.Tensor
 
-# Range of the parameters. Beyond it, rounding would cost more than a few digits of float32, and the fraction would need
-# hundreds of levels.
+# Range of the parameters. Outside it, rounding costs more than a few digits of float32, and the fraction needs hundreds
+# of levels.
 LEAST, LARGEST = 1e-30, 1e3
 
-# Relative error at which the fraction is cut, if a and b are floats. The values of tensors cannot be read without
-# waiting for the device, so they get a fixed depth, which reaches that error for parameters up to about 500.
+# Relative error at which the fraction is truncated if a and b are floats. Reading tensors would synchronise with the
+# device, so they use a fixed depth, which reaches this error for parameters up to about 500.
 _TOLERANCE = {torch.float32: 1e-8, torch.float64: 1e-14}
 _TENSOR_DEPTH = {torch.float32: 64, torch.float64: 144}
 
@@ -44,10 +44,10 @@ def beta_cdf(x: torch.Tensor, a: Number, b: Number) -> torch.Tensor:
     stays NaN. The gradient in `x` is `beta_pdf(x, a, b)`, finite also at 0 and 1.
 
     Args:
-        x: Where to evaluate.
-        a: First shape parameter, between 1e-30 and 1000. A float is fast; a tensor broadcasts against `x` and may
-            learn, and its range is not checked.
-        b: Second shape parameter, likewise.
+        x: Points at which the CDF is evaluated.
+        a: First shape parameter, between 1e-30 and 1000. Floats are faster; a tensor broadcasts against `x`, may
+            require a gradient, and is not range-checked.
+        b: Second shape parameter, like `a`.
     """
     x, a, b = _prepare(x, a, b)
     if isinstance(a, torch.Tensor):
@@ -58,14 +58,14 @@ def beta_cdf(x: torch.Tensor, a: Number, b: Number) -> torch.Tensor:
 def beta_pdf(x: torch.Tensor, a: Number, b: Number) -> torch.Tensor:
     """Density of Beta(a, b).
 
-    Zero outside [0, 1]. At 0 and 1, where it may be infinite, it is the density at the nearest normal number inside,
-    and nowhere does it exceed the largest finite number of x's dtype.
+    Zero outside [0, 1]. At 0 and 1, where the density may be infinite, the result is the density at the nearest normal
+    number inside. It is clamped to the largest finite number of the dtype of `x`.
 
     Args:
-        x: Where to evaluate.
-        a: First shape parameter, between 1e-30 and 1000: a float, or a tensor that broadcasts against `x` and may
-            learn, and whose range is not checked.
-        b: Second shape parameter, likewise.
+        x: Points at which the density is evaluated.
+        a: First shape parameter, between 1e-30 and 1000: a float, or a tensor that broadcasts against `x`, may require
+            a gradient, and is not range-checked.
+        b: Second shape parameter, like `a`.
     """
     x, a, b = _prepare(x, a, b)
     info = torch.finfo(x.dtype)
@@ -76,7 +76,7 @@ def beta_pdf(x: torch.Tensor, a: Number, b: Number) -> torch.Tensor:
 
 
 class _FloatBetaCDF(torch.autograd.Function):
-    """The CDF and, if asked for, the density, which is stored for the gradient."""
+    """The CDF and, if `with_density`, the density, which is stored for the gradient."""
 
     @staticmethod
     def forward(x: torch.Tensor, a: float, b: float, with_density: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,8 +87,8 @@ class _FloatBetaCDF(torch.autograd.Function):
         cdf = _evaluate(clamped, log_x, log_y, k, left, right)
         if not with_density:
             return cdf.to(x.dtype), x.new_empty(0)
-        # With the logarithms at hand, the density costs little more than an exp. They are replaced only where they are
-        # -inf, at 0 and 1; a clamp would also replace those of subnormal numbers.
+        # With these logarithms, the density costs little more than an exp. They are replaced only where they are -inf,
+        # at 0 and 1; a clamp would also replace those of subnormal numbers.
         info = torch.finfo(x.dtype)
         log_x = torch.nan_to_num(log_x, math.nan, math.inf, math.log(info.tiny * k.scale_x))
         log_y = torch.nan_to_num(log_y, math.nan, math.inf, math.log(info.eps / 2 * k.scale_y))
@@ -108,7 +108,7 @@ class _FloatBetaCDF(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         x, density = ctx.saved_tensors
-        if torch.is_grad_enabled() or not ctx.with_density:  # create_graph=True: what was stored carries no graph
+        if torch.is_grad_enabled() or not ctx.with_density:  # create_graph=True: the stored density has no graph
             density = beta_pdf(x, *ctx.parameters)
         return _grad_x(grad, density, x), None, None, None
 
@@ -141,7 +141,7 @@ class _TensorBetaCDF(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *tensors: torch.Tensor) -> tuple[torch.Tensor, int]:
-        # The batch comes first, and all have as many dimensions after it.
+        # Move the batch dimension to the front, and give all tensors equally many dimensions.
         moved = [v[None] if dim is None else v.movedim(dim, 0) for v, dim in zip(tensors, in_dims, strict=True)]
         ndim = max(v.ndim for v in moved)
         x, a, b = (v.reshape(v.shape[0], *(1,) * (ndim - v.ndim), *v.shape[1:]) for v in moved)
@@ -154,14 +154,14 @@ def _grad_x(grad: torch.Tensor, density: torch.Tensor, x: torch.Tensor) -> torch
 
 
 class _Constants(NamedTuple):
-    """What depends on the parameters alone: floats, or tensors of x's dtype."""
+    """Constants that depend on the parameters only: floats, or tensors of the dtype of `x`."""
     a: Any
     b: Any
-    split: Any  # where the evaluation changes sides
-    scale_x: Any  # powers of two (exact) that bring the means of x and y near 1, where their logarithms are small, and
-    scale_y: Any  # with them the rounding errors that a and b multiply
-    log_prefactor: Any  # logarithm of the constant factor of the prefactor, given those scales
-    log_density: Any  # and of the density
+    split: Any  # x up to which the left fraction is used
+    scale_x: Any  # powers of two (exact) that bring the means of x and y near 1: their logarithms are then small, and
+    scale_y: Any  # so are the rounding errors that a and b multiply
+    log_prefactor: Any  # logarithm of the constant factor of the prefactor, given these scales
+    log_density: Any  # logarithm of the constant factor of the density
 
 
 def _constants(a: Any, b: Any, dtype: torch.dtype) -> _Constants:
@@ -191,14 +191,14 @@ def _constants(a: Any, b: Any, dtype: torch.dtype) -> _Constants:
 def _logs(x: torch.Tensor, k: _Constants) -> tuple[torch.Tensor, torch.Tensor]:
     """log(scale_x * x) and log(scale_y * (1 - x))."""
     y = 1 - x
-    # Below 1/2, y is rounded, and b would multiply the error: the second term is its effect on the logarithm.
+    # Below 1/2, y is rounded, and b multiplies the error. The second term corrects the logarithm.
     log_y = torch.addcdiv(torch.log(y * k.scale_y), (1 - y).sub_(x), y.clamp(min=0.5))
     return torch.log(x * k.scale_x), log_y
 
 
 def _exp(log_x: torch.Tensor, log_y: torch.Tensor, p: Any, q: Any, r: Any) -> torch.Tensor:
     """exp(p * log_x + q * log_y + r)."""
-    # In place, here and below: on a CPU, a fresh page of memory costs as much as the arithmetic on it.
+    # In place, here and below: on a CPU, allocating memory costs as much as the arithmetic.
     total = log_x * p
     total += log_y * q
     total += r
@@ -217,16 +217,16 @@ def _evaluate(
     prefactor = _exp(log_x, log_y, k.a, k.b, k.log_prefactor)  # exactly 0 at 0 and at 1
     left = prefactor / _fraction(x.clamp(max=k.split), left_coefficients).mul_(k.a)
     right = prefactor.div_(_fraction((1 - x).clamp_(max=1 - k.split), right_coefficients).mul_(k.b)).neg_().add_(1)
-    # Selection by a weight of 0 or 1: on a CPU torch.where would cost as much as both fractions.
-    return left.lerp_(right, (x - k.split).sign_().relu_()).clamp_(max=1)  # (which rounding may exceed)
+    # lerp with a weight of 0 or 1: on a CPU, torch.where costs as much as both fractions. Rounding may exceed 1.
+    return left.lerp_(right, (x - k.split).sign_().relu_()).clamp_(max=1)
 
 
 def _fraction(x: torch.Tensor, coefficients: Sequence[Any]) -> torch.Tensor:
-    """f(x), from the bottom."""
+    """f(x), evaluated from the bottom."""
     one = torch.ones((), dtype=x.dtype, device=x.device)
     f = torch.ones_like(x)
     for d in reversed(coefficients):
-        out = None if torch.compiler.is_compiling() else f  # (the compiler takes no `out` that is not contiguous)
+        out = None if torch.compiler.is_compiling() else f  # the compiler needs a contiguous `out`
         if isinstance(d, torch.Tensor):
             f = torch.addcdiv(one, d * x, f, out=out)
         else:
@@ -235,7 +235,7 @@ def _fraction(x: torch.Tensor, coefficients: Sequence[Any]) -> torch.Tensor:
 
 
 def _float_coefficients(a: float, b: float, tolerance: float) -> list[float]:
-    """d_1, d_2, ... of f(x; a, b), as many as it takes to converge at the split, where it converges slowest."""
+    """d_1, d_2, ... of f(x; a, b), enough to converge at the split, where convergence is slowest."""
     x = (a + 1) / (a + b + 2)
     coefficients: list[float] = []
     numerator, denominator = 1., math.inf  # ratios of successive convergents' numerators and denominators
@@ -253,7 +253,7 @@ def _tensor_coefficients(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -
     j = torch.arange(1, _TENSOR_DEPTH[dtype] + 1, dtype=a.dtype, device=a.device).view(-1, *(1,) * a.ndim)
     m = (j / 2).floor()
     odd = j > 2 * m
-    before = a + (j - 1)  # in this order, in which a tiny a is not lost
+    before = a + (j - 1)  # this order keeps a tiny a
     ratio, ratio_a = torch.where(odd, -(a + m), m) / before, -m / before / before  # and its derivative in a
     factor = torch.where(odd, a + b + m, b - m) / (a + j)
     d = ratio * factor
@@ -262,8 +262,8 @@ def _tensor_coefficients(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -
     return list(zip(*(v.to(dtype).unbind() for v in (d, d_a, d_b)), strict=True))
 
 
-# The two functions with an unrolled loop of many levels are opaque to torch.compile, which would otherwise be busy with
-# them for minutes. (The loops of floats are short, and left open to fusion.) It is promised contiguous results.
+# Two functions with long unrolled loops are opaque to torch.compile, which would otherwise take minutes. They return
+# contiguous tensors, as their fake versions do. The loops for floats are short and can be fused.
 def _tensor_cdf(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     clamped = x.clamp(0, 1).to(_working_dtype(x))
     k = _constants(a, b, clamped.dtype)
@@ -305,7 +305,7 @@ def _parameter_derivatives(
     f, log_f_a, log_f_b = _fraction_derivatives(torch.where(in_left, x, 0), a, b)
     g, log_g_b, log_g_a = _fraction_derivatives(torch.where(in_left, 0, 1 - x), b, a)
     left, right = prefactor / (k.a * f), prefactor / (k.b * g)
-    # Logarithmic derivatives of prefactor / a in a and of prefactor / b in b. (Without the divisor, add its inverse.)
+    # Logarithmic derivatives of prefactor / a in a and of prefactor / b in b. Without the divisor, add its inverse.
     log_a = log_x + (torch.digamma(a + b) - torch.digamma(a + 1) - k.scale_x.to(a.dtype).log()).to(x.dtype)
     log_b = log_y + (torch.digamma(a + b) - torch.digamma(b + 1) - k.scale_y.to(b.dtype).log()).to(x.dtype)
     cdf_a = torch.where(in_left, left * (log_a - log_f_a), right * (log_g_a - log_a - 1 / k.a))
@@ -325,10 +325,10 @@ def _fraction_derivatives(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> 
 
 
 def _prepare(x: torch.Tensor, a: Any, b: Any) -> tuple[torch.Tensor, Any, Any]:
-    """Both parameters as floats, or both as tensors of the same shape, against which x is broadcast.
+    """Both parameters as floats, or both as tensors of the same shape; and x, expanded to that shape.
 
-    The tensors are float64 where the device has it: float32 would cost digits in what is derived from them. Nothing of
-    the size of x is computed in float64 on their account.
+    Parameter tensors are float64 where the device supports it, since float32 would cost digits in the constants.
+    Tensors of the size of x keep their dtype.
     """
     check_floating(x)
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Batch shaping of any feature of any network
+"""Batch shaping of features of any network
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 """
@@ -18,7 +18,7 @@ __all__ = ['FeatureShaping', 'gate_prior', 'shape_features']
 
 
 def gate_prior(model: nn.Module) -> Optional[Prior]:
-    """The prior that batch shaping drives the gates of a model to, None if nothing in the model does."""
+    """Prior of the gates of a model; None if the model has no batch shaping of gates."""
     for module in model.modules():
         prior = getattr(module, 'prior', None)
         if isinstance(prior, Prior) and not isinstance(module, _FeatureTap):
@@ -27,7 +27,7 @@ def gate_prior(model: nn.Module) -> Optional[Prior]:
 
 
 class _FeatureTap(nn.Module):
-    """Keeps the last output of one module of the network, in training, and the prior that it is to follow."""
+    """Stores the last training output of one module, and the prior for it."""
 
     def __init__(self, name: str, prior: Prior, channel_dim: Optional[int]) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ class _FeatureTap(nn.Module):
         if not isinstance(output, torch.Tensor) or output.ndim < 2:
             what = f'shape {tuple(output.shape)}' if isinstance(output, torch.Tensor) else type(output).__name__
             raise ValueError(f"feature '{self.name}' must be one tensor of two dimensions or more, got {what}.")
-        self.feature = output.clone()  # what follows may work in place
+        self.feature = output.clone()  # later layers may work in place
 
     def loss(self, reduction: str) -> torch.Tensor:
-        """Batch shaping of each channel. As in batch normalisation, the positions of a map count as samples."""
+        """Batch-shaping loss over the channels. As in batch normalisation, the positions of a map are samples."""
         if self.feature is None:
             raise RuntimeError(f"feature '{self.name}' has seen no input: train the model before its shaping loss.")
         feature, self.feature = self.feature, None
@@ -59,9 +59,9 @@ class _FeatureTap(nn.Module):
 
 
 class FeatureShaping(Objective):
-    """Batch shaping of named features of any network. Made by `shape_features`.
+    """Batch shaping of named features of any network. Created by `shape_features`, with the same arguments.
 
-    Of several processes, each shapes the features of its own batch: maps are much to send, and have positions enough.
+    Each process shapes the features of its own batch: feature maps are large to gather, and have enough positions.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class FeatureShaping(Objective):
             if name not in modules:
                 near = difflib.get_close_matches(name, modules, n=3)
                 raise ValueError(
-                    f"the model has no module '{name}' to shape; near: {', '.join(near) or 'none'}. "
-                    f'model.named_modules() lists all.')
+                    f"the model has no module '{name}' to shape; similar names: {', '.join(near) or 'none'}. "
+                    f'See model.named_modules().')
         taps = [_FeatureTap(name, create_prior(spec), channel_dim) for name, spec in priors.items()]
         self.taps = nn.ModuleList(taps)
         self._handles = [modules[tap.name].register_forward_hook(tap.record) for tap in taps]
@@ -95,7 +95,7 @@ class FeatureShaping(Objective):
         last = self.weight if self.epochs == 'fixed' else 0.
         return [Scheduled('feature_shaping_loss', 'weight', self.weight, last, self.epochs)]
 
-    def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
+    def terms(self, model: Any, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
         weight = self.weight if self.epochs == 'fixed' else linear_anneal(epoch, self.weight, *self.epochs)
         losses = [tap.loss(self.reduction) for tap in self.taps]  # type: ignore[operator]
         if not losses:
@@ -103,7 +103,7 @@ class FeatureShaping(Objective):
         return {'feature_shaping_loss': Term(torch.stack(losses).sum(), weight, 'feature_shaping_weight')}
 
     def remove(self) -> None:
-        """Stop listening to the features; from then on there is no term."""
+        """Remove the hooks. From then on there is no loss term."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -118,20 +118,20 @@ def shape_features(
         reduction: str = 'mean',
         channel_dim: Optional[int] = None,
 ) -> FeatureShaping:
-    """Shape features of any network, by the names of the modules that put them out.
+    """Shape features of any network, by the names of the modules that output them.
 
-    Each channel of a feature is driven towards its prior over the batch (and over the positions of a map), whenever the
-    model is trained by one of timm's tasks. The objective becomes the model's child `feature_shaping`; a second
-    call replaces the first. (Priors that learn add their parameters to the state dict, under that name.)
+    When one of timm's tasks trains the model, each channel of a feature is driven towards its prior over the batch and
+    the positions of a map. The objective becomes the model's child `feature_shaping`; a second call replaces it. The
+    state dict has the parameters of learnable priors under that name.
 
     Args:
         model: The network.
-        priors: From module names to priors: objects, names, or dicts with their `type`.
+        priors: Priors by module name: objects, names, or dicts with their `type`.
         weight: Weight of the loss.
         epochs: Epochs over which the weight is annealed linearly to zero, or 'fixed'.
         reduction: 'mean' or 'sum' over the channels of a feature; features are summed.
-        channel_dim: Dimension of the channels; by default the last one of tokens [N, L, C], and otherwise the second.
-            Maps with channels last need -1.
+        channel_dim: Dimension of the channels; by default the last one for tokens [N, L, C], and otherwise the second.
+            Use -1 for maps with channels last.
 
     Example:
         >>> shape_features(timm.create_model('resnet18'), {'layer3.1.act1': Normal()}, weight=0.1)

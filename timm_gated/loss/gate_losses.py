@@ -1,13 +1,13 @@
 """Losses on gates: batch shaping and L0
 
-Batch shaping drives each gate's distribution over the batch towards a prior, so that a gate depends on the input
+Batch shaping drives each gate's distribution over the batch towards a prior, so that the gate depends on the input
 instead of being always on or always off. The L0 loss is the expected number (or share) of open gates.
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
-Two things are open in the paper, and options here. Its text sums batch shaping over the gates, its authors' loss
-release takes the mean: a factor of the number of gates in the weight (`reduction`). Its pseudo-code omits the 1/N of
-its equation, which we keep.
+The paper's text sums batch shaping over the gates, and its authors' loss release takes the mean, which changes the
+weight by the number of gates; `reduction` selects either. The paper's pseudo-code omits the 1/N of its equation, which
+is kept here.
 """
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,8 +42,7 @@ def batch_shaping_loss(
     _check_shape('x', x)
     with full_precision(x):
         x = widen(x)
-        # The paper sorts forward and undoes it backward. To give each value the target of its rank is the same and
-        # needs no backward.
+        # The paper sorts forward and undoes it backward. Targets by rank are equivalent and need no backward.
         targets = _ranks(x.detach()) / (x.shape[0] + 1)
         loss = F.mse_loss(create_prior(prior).cdf(x), targets, reduction='none').mean(dim=0)
         return _reduce(loss, reduction)
@@ -63,7 +62,7 @@ def l0_loss(logits: torch.Tensor, reduction: str = 'mean') -> torch.Tensor:
 
 
 class BatchShapingLoss(nn.Module):
-    """`batch_shaping_loss` as a module, which holds the prior and so its parameters, if it has any.
+    """`batch_shaping_loss` as a module, which holds the prior and its parameters.
 
     Args:
         prior: Prior of every gate: an object, a name, or a mapping with its `type`.
@@ -114,7 +113,7 @@ def _check_shape(name: str, x: torch.Tensor) -> None:
 
 def _ranks(x: torch.Tensor) -> torch.Tensor:
     """Ranks from 1 to N along the first dimension, as floats."""
-    order = x.t().contiguous().argsort(dim=1)  # on a CPU, sort and scatter work best along rows
+    order = x.t().contiguous().argsort(dim=1)  # on a CPU, sort and scatter are fastest along rows
     ranks = torch.arange(1, x.shape[0] + 1, dtype=x.dtype, device=x.device).expand_as(order)
     return torch.empty_like(ranks).scatter_(1, order, ranks).t().contiguous()
 

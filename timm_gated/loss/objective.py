@@ -1,8 +1,8 @@
-"""What a model is trained with beside its task loss
+"""Objectives: loss terms that a model adds to its task loss
 
-An objective is a module inside the model. It travels with the model through DDP, `torch.compile`, EMA and
-distillation wrappers, its priors may have parameters that the model's optimizer trains, and the training task
-(`timm_gated.task`) finds it by walking the modules. In the model's forward it does nothing.
+An objective is a child module of the network. It stays with the network under DDP, `torch.compile`, EMA and
+distillation wrappers, and the model's optimizer trains the parameters of its priors. The training task
+(`timm_gated.task`) finds it by walking the modules. The forward pass of the network does not use it.
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 """
@@ -12,43 +12,47 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
 import torch
 import torch.nn as nn
 
-from ..layers import gate_logits, set_gate_noise
-from ..utils import check_number, gather_batch, install
+from ..layers import Gate, LastPass, set_gate_noise
+from ..utils import check_number, gather_batch, install, unwrap
 from .gate_losses import batch_shaping_loss, check_reduction, l0_loss
 from .priors import Mixture, Prior, create_prior
 from .schedules import Epochs, Scheduled, check_epochs, linear_anneal, linear_warmup
 from .snapshots import GateSnapshots
 
-__all__ = ['GateLosses', 'Objective', 'objectives', 'Step', 'Term']
+__all__ = ['GateLosses', 'Objective', 'find_objectives', 'objectives', 'Step', 'Term']
 
 PriorSpec = Union[Prior, str, Mapping[str, Any]]
 
 
 class Term(NamedTuple):
-    """One loss term: it adds weight * value to the training loss."""
+    """A loss term, which adds weight * value to the training loss."""
     value: torch.Tensor
     weight: float
     weight_name: str
 
 
 class Step(NamedTuple):
-    """A training step: what went in, what came out, and what should have."""
+    """Input, output and target of a training step."""
     input: torch.Tensor
     output: torch.Tensor
     target: torch.Tensor
 
 
 class Objective(nn.Module):
-    """Base of the objectives: loss terms as a function of a model's last forward pass and the epoch.
+    """Base of the objectives: loss terms as a function of a network's last forward pass and the epoch.
+
+    The methods that take a `model` accept a module or the `LastPass` of a module. The task passes the `LastPass` of the
+    module whose child the objective is, except to `begin_epoch`.
 
     Attributes:
-        gather_gates: Losses, and what is logged of the gates, are in training those of the batch of all processes,
-            instead of each process's own. The model option of that name sets it.
+        epoch_begins: Whether `train()` was called since the task last began an epoch.
+        log_interval: Number of training steps between two log lines.
+        gather_gates: Whether training losses and logged values use the batches of all processes. Set by the model
+            option of the same name.
     """
 
-    # Set by every call of train(), as training loops make one at the start of an epoch; cleared by the task.
     epoch_begins: bool = True
-    log_interval: int = 50  # training steps between two lines of the log
+    log_interval: int = 50
     gather_gates: bool = False
 
     def __init__(self) -> None:
@@ -60,7 +64,7 @@ class Objective(nn.Module):
         install()
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """What the samples of a batch have, [N, …], as `gather_gates` says."""
+        """Rows of all processes if `gather_gates` is set and the objective is in training mode; else `x`."""
         return gather_batch(x) if self.gather_gates and self.training else x
 
     def train(self, mode: bool = True) -> 'Objective':
@@ -70,11 +74,11 @@ class Objective(nn.Module):
         return super().train(mode)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The identity, for containers that run all of their children."""
+        """Identity, for containers that run all of their children."""
         return x
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        # Priors that learn concern training alone: a checkpoint without them, or with others, is no worse for it.
+        # Learnable priors matter in training only, so a checkpoint may lack them or hold others.
         own = {prefix + name: value for name, value in self.state_dict().items()}
         for key in [key for key in state_dict if key.startswith(prefix) and key not in own]:
             del state_dict[key]
@@ -83,38 +87,38 @@ class Objective(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def attach(self, network: nn.Module) -> None:
-        """Get to know the network whose child this is, once it is built."""
+        """Prepare for the network whose child this is. Called once, when the network is built."""
 
-    def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
-        """Loss terms of the last forward pass of `model`, by name.
+    def terms(self, model: Any, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
+        """Loss terms of the last forward pass, by name.
 
         Args:
-            model: The network, or whatever the task trains that contains it.
+            model: The network, or its `LastPass`.
             epoch: The current epoch.
-            step: Of which that pass was part, for what depends on the images or on their labels. Tasks give it.
+            step: The training step of that pass, for terms that depend on images or labels. Tasks always pass it.
         """
         raise NotImplementedError
 
     def schedule(self) -> List[Scheduled]:
-        """What changes over a training, for the log."""
+        """Scheduled values, for the log."""
         return []
 
-    def stats(self, model: nn.Module) -> Dict[str, torch.Tensor]:
-        """What else is worth a place in the log. (The density of the gates is there already.)"""
+    def stats(self, model: Any) -> Dict[str, torch.Tensor]:
+        """Additional values to log. The task itself logs the gate density."""
         return {}
 
     def begin_epoch(self, model: nn.Module, epoch: int) -> None:
-        """Make the network ready for an epoch of training, as far as its schedule goes beyond loss terms.
+        """Apply schedules of the network itself, such as that of the gate noise.
 
-        Called by the task before the epoch's first forward pass, when a training is resumed, and for the average (EMA)
-        of the network as well.
+        The task calls this before the first forward pass of an epoch and when a training is resumed, for the trained
+        model and for its average (EMA).
         """
 
-    def observe(self, model: nn.Module, epoch: int) -> None:
-        """Take note of a training step's forward pass. Called by the task."""
+    def observe(self, model: Any, epoch: int) -> None:
+        """Record the forward pass of a training step. Called by the task."""
 
     def flush(self) -> None:
-        """Write what was noted so far. Called when the model goes into evaluation, and for every checkpoint."""
+        """Write the records. Called when the model switches to evaluation mode, and for every checkpoint."""
 
 
 def objectives(model: nn.Module) -> List[Objective]:
@@ -122,8 +126,24 @@ def objectives(model: nn.Module) -> List[Objective]:
     return [module for module in model.modules() if isinstance(module, Objective)]
 
 
+def find_objectives(model: nn.Module) -> Tuple[LastPass, List[Tuple[Objective, LastPass]]]:
+    """Last pass of a model, and its objectives with the last passes of their parent modules, found in one walk."""
+    modules = dict(unwrap(model).named_modules())
+    named_gates = [(name, module) for name, module in modules.items() if isinstance(module, Gate)]
+    passes = {'': LastPass(model, named_gates)}
+    found = []
+    for name, module in modules.items():
+        if isinstance(module, Objective):
+            parent = name.rpartition('.')[0]
+            if parent not in passes:
+                inside = [(n[len(parent) + 1:], gate) for n, gate in named_gates if n.startswith(f'{parent}.')]
+                passes[parent] = LastPass(modules[parent], inside)
+            found.append((module, passes[parent]))
+    return passes[''], found
+
+
 class GateLosses(Objective):
-    """Batch shaping and L0 over all gates of a model: the paper's objective.
+    """The paper's objective: batch shaping and L0 over all gates of a network.
 
     Args:
         lam: Weight of the batch-shaping loss (the paper's lambda).
@@ -131,15 +151,15 @@ class GateLosses(Objective):
         gamma: Weight of the L0 loss.
         gamma_epochs: Epochs over which `gamma` is ramped up linearly from zero, or 'fixed'.
         prior: Prior of each gate's sigmoid(logit) over the batch: an object, a name, or a dict with its `type`.
-        prior_end: Another prior, a sparser one, say, that takes its place step by step: a mixture of the two.
-        prior_epochs: Epochs over which it does, linearly.
+        prior_end: Optional prior that gradually replaces `prior`, as a mixture of the two.
+        prior_epochs: Epochs over which `prior_end` replaces `prior`, linearly.
         lam_reduction: 'sum' over the gates (the paper's text) or 'mean' (its authors' loss release).
         gamma_reduction: 'mean' over the gates, or 'sum' (the paper's formula).
-        noise_epochs: Epochs over which the noise that gates decide with in training is annealed linearly to none, or
-            'fixed' (the paper).
-        log_interval: Training steps between two lines of the log.
-        snapshot_dir: Folder that gets the distribution of some gates, once an epoch (see `timm_gated.loss.snapshots`).
-        snapshot_gates: Number of those gates.
+        noise_epochs: Epochs over which the training noise of the gates is annealed linearly to zero, or 'fixed' (the
+            paper).
+        log_interval: Number of training steps between two log lines.
+        snapshot_dir: Folder for gate distributions, written once per epoch (see `timm_gated.loss.snapshots`).
+        snapshot_gates: Number of gates in the snapshots.
     """
 
     def __init__(
@@ -165,7 +185,7 @@ class GateLosses(Objective):
         self.gamma_epochs = check_epochs(gamma_epochs, 'gamma_epochs')
         if (prior_end is None) != (prior_epochs is None):
             raise ValueError(
-                f'prior_end and prior_epochs belong together, got {prior_end!r} and {prior_epochs!r}.')
+                f'prior_end and prior_epochs must be given together, got {prior_end!r} and {prior_epochs!r}.')
         self.prior = create_prior(prior) if prior_end is None else Mixture(prior, prior_end, share=1.)
         self.prior_epochs = None if prior_epochs is None else check_epochs(prior_epochs, 'prior_epochs')
         self.lam_reduction = check_reduction(lam_reduction, ('sum', 'mean'))
@@ -199,13 +219,13 @@ class GateLosses(Objective):
             gamma = linear_warmup(epoch, gamma, *self.gamma_epochs)
         return lam, gamma
 
-    def terms(self, model: nn.Module, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
+    def terms(self, model: Any, epoch: float, step: Optional[Step] = None) -> Dict[str, Term]:
         lam, gamma = self.weights(epoch)
-        logits = self.gathered(gate_logits(model))
+        logits = self.gathered(LastPass.of(model).logits())
         if isinstance(self.prior, Mixture) and self.prior_epochs is not None:
             self.prior.share = linear_warmup(epoch, 1., *self.prior_epochs)
         if lam or any(p.requires_grad for p in self.prior.parameters()):
-            # (A prior that learns is kept in the graph: DDP waits for the gradient of every parameter.)
+            # A learnable prior stays in the graph, since DDP waits for the gradient of every parameter.
             shaping = batch_shaping_loss(torch.sigmoid(logits), self.prior, self.lam_reduction)
         else:
             shaping = logits.new_zeros(())
@@ -218,7 +238,7 @@ class GateLosses(Objective):
         if self.noise_epochs != 'fixed':
             set_gate_noise(model, linear_anneal(epoch, 1., *self.noise_epochs))
 
-    def observe(self, model: nn.Module, epoch: int) -> None:
+    def observe(self, model: Any, epoch: int) -> None:
         if self.snapshots is not None:
             lam, gamma = self.weights(epoch)
             self.snapshots.update(model, epoch, lam=lam, gamma=gamma)
@@ -226,5 +246,4 @@ class GateLosses(Objective):
     def flush(self) -> None:
         if self.snapshots is not None:
             self.snapshots.write()
-
 

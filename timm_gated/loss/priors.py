@@ -1,11 +1,11 @@
 """Priors of batch shaping
 
-A prior is the distribution that a feature is to follow over the batch: the paper's Beta(0.6, 0.4) makes gates
-conditional, a Gaussian acts like batch normalisation, a uniform one prepares for quantisation.
+A prior is the target distribution of a feature over the batch. The paper's Beta(0.6, 0.4) makes gates conditional, a
+Gaussian acts like batch normalisation, and a uniform prior prepares for quantisation.
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
-Beyond the paper, the parameters of a prior may be tensors (one number a gate, say) and may learn with the network.
+Beyond the paper, the parameters of a prior may be tensors, such as one number per gate, and may be learnt.
 """
 import inspect
 import math
@@ -26,17 +26,17 @@ Number = float | torch.Tensor
 class Prior(nn.Module):
     """Base of the priors: a distribution with a differentiable CDF.
 
-    A float stays a float; a tensor becomes a buffer, an `nn.Parameter` a parameter of the module. With `learnable`,
-    every float or tensor becomes a parameter; those that must be positive are then stored as their logarithm, under
-    `log_<name>`, and can still be read by their name.
+    A float stays a float, a tensor becomes a buffer, and an `nn.Parameter` a parameter of the module. With `learnable`,
+    every float or tensor becomes a parameter. Positive values are then stored as their logarithm, under `log_<name>`,
+    and can still be read by their name.
     """
 
     def cdf(self, x: torch.Tensor) -> torch.Tensor:
-        """Probability of a value up to x."""
+        """Probability of values up to `x`."""
         raise NotImplementedError
 
     def pdf(self, x: torch.Tensor) -> torch.Tensor:
-        """Density at x."""
+        """Density at `x`."""
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,8 +78,8 @@ class Beta(Prior):
 
     Args:
         a: First shape parameter, between 1e-30 and 1000 (torch.distributions' `concentration1`).
-        b: Second shape parameter, likewise (`concentration0`).
-        learnable: Learn the parameters.
+        b: Second shape parameter, between 1e-30 and 1000 (`concentration0`).
+        learnable: Whether the parameters are learnt.
     """
 
     def __init__(self, a: Number = 0.6, b: Number = 0.4, learnable: bool = False) -> None:
@@ -98,12 +98,12 @@ class Beta(Prior):
 
 
 class Uniform(Prior):
-    """Uniform distribution. Values outside the interval get no gradient from its CDF, which is constant there.
+    """Uniform distribution. Its CDF is constant outside the interval and gives no gradient there.
 
     Args:
         low: Lower end.
         high: Upper end, above `low`.
-        learnable: Learn the lower end and the width.
+        learnable: Whether the lower end and the width are learnt.
     """
 
     def __init__(self, low: Number = 0., high: Number = 1., learnable: bool = False) -> None:
@@ -137,7 +137,7 @@ class Normal(Prior):
     Args:
         loc: Mean.
         scale: Standard deviation, positive.
-        learnable: Learn the parameters.
+        learnable: Whether the parameters are learnt.
     """
 
     def __init__(self, loc: Number = 0., scale: Number = 1., learnable: bool = False) -> None:
@@ -161,9 +161,9 @@ class RelaxedBernoulli(Prior):
 
     Args:
         temperature: Temperature of the relaxation, positive; below 1, most of the mass lies near 0 and 1.
-        probs: Probability of 1, inside (0, 1). If neither this nor `logits` is given, it is 0.6.
+        probs: Probability of 1, inside (0, 1); 0.6 if neither `probs` nor `logits` is given.
         logits: Log-odds of 1, instead of `probs`.
-        learnable: Learn the temperature and the log-odds.
+        learnable: Whether the temperature and the log-odds are learnt.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class RelaxedBernoulli(Prior):
     def cdf(self, x: torch.Tensor) -> torch.Tensor:
         clamped = _clamp(widen(x))
         z = self._log_odds(_inside(clamped, x.dtype))
-        # Two equal forms, each where it gives the more accurate gradient.
+        # Two equivalent forms, each where its gradient is more accurate.
         cdf = torch.where(z < 0, torch.sigmoid(z), 1 - torch.sigmoid(-z))
         # Exactly 0 and 1 at the ends, with the gradient of the nearest number inside.
         exact = torch.where(clamped == 0, 0, torch.where(clamped == 1, 1, cdf))
@@ -207,7 +207,7 @@ class RelaxedBernoulli(Prior):
     def pdf(self, x: torch.Tensor) -> torch.Tensor:
         inside = _inside(_clamp(widen(x)), x.dtype)
         z = self._log_odds(inside).abs()
-        log_logistic = -z - 2 * torch.log1p(torch.exp(-z))  # of the logistic density, sigmoid(z) * sigmoid(-z)
+        log_logistic = -z - 2 * torch.log1p(torch.exp(-z))  # log of the logistic density, sigmoid(z) * sigmoid(-z)
         density = self.temperature * torch.exp(log_logistic - torch.log(inside) - torch.log1p(-inside))
         density = density.clamp(max=torch.finfo(x.dtype).max)
         return torch.where((x < 0) | (x > 1), 0, density).to(x.dtype)
@@ -217,12 +217,12 @@ class RelaxedBernoulli(Prior):
 
 
 class Mixture(Prior):
-    """A value of one prior or of another. Its share may move in training, from one prior to the other.
+    """Mixture of two priors, whose share may change during training.
 
     Args:
-        first: A prior, or its description.
-        second: Likewise.
-        share: Probability of a value of the second, in [0, 1].
+        first: First prior: an object, a name, or a mapping with its `type`.
+        second: Second prior, like `first`.
+        share: Weight of the second prior, in [0, 1].
     """
 
     def __init__(
@@ -257,11 +257,11 @@ _PRIORS: dict[str, type[Prior]] = {
 
 
 def create_prior(spec: Prior | str | Mapping[str, Any]) -> Prior:
-    """Make a prior from a description, such as a config holds.
+    """Create a prior from its description, for example from a config.
 
     Args:
-        spec: A prior, which is returned as it is; a name ('beta', 'uniform', 'normal', 'relaxed_bernoulli'); or a
-            mapping of the name, under 'type', and the prior's arguments ('mixture' has some that must be given).
+        spec: A prior, which is returned unchanged; a name ('beta', 'uniform', 'normal', 'relaxed_bernoulli'); or a
+            mapping with the name under 'type' and the prior's arguments ('mixture' requires `first` and `second`).
 
     Example:
         >>> create_prior({'type': 'beta', 'a': 0.6, 'b': 0.4})
@@ -274,14 +274,14 @@ def create_prior(spec: Prior | str | Mapping[str, Any]) -> Prior:
         raise ValueError(
             f"a prior must be a Prior, a name or a mapping with a 'type', one of {list(_PRIORS)}, got {spec!r}.")
     name = kwargs.pop('type')
-    if name not in list(_PRIORS):  # (of a list, any value can be asked)
+    if name not in list(_PRIORS):  # a list, since the name may be unhashable
         raise ValueError(f'the type of a prior must be one of {list(_PRIORS)}, got {name!r}.')
     allowed = list(inspect.signature(_PRIORS[name]).parameters)
     for key in kwargs:
         if key not in allowed:
             raise ValueError(f"the arguments of prior '{name}' are {allowed}, got {key!r}.")
     if name == 'mixture' and not {'first', 'second'} <= set(kwargs):
-        raise ValueError(f"the prior 'mixture' needs a first and a second one, got {spec!r}.")
+        raise ValueError(f"the prior 'mixture' needs a first and a second prior, got {spec!r}.")
     return _PRIORS[name](**kwargs)
 
 
@@ -291,14 +291,14 @@ def _check(name: str, value: Any, is_allowed: Callable[[torch.Tensor], torch.Ten
     else:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if number and not isinstance(value, torch.Tensor):
-        value = torch.tensor(value, dtype=torch.float64, device='cpu')  # whatever the default device: it may be meta
+        value = torch.tensor(value, dtype=torch.float64, device='cpu')  # the default device may be meta
     if not number or not bool(is_allowed(value).all()):
         raise ValueError(f'{name} must be {allowed}, got {_show(value)}.')
 
 
 def _check_finite(name: str, value: Number) -> Number:
     _check(name, value, lambda v: v.isfinite(), 'finite')
-    _check(name, value, lambda v: v.abs() <= 1e30, 'between -1e30 and 1e30')  # float32 can calculate with these
+    _check(name, value, lambda v: v.abs() <= 1e30, 'between -1e30 and 1e30')  # safe in float32
     return value
 
 
@@ -313,12 +313,12 @@ def _show(value: Any) -> str:
 
 
 def _clamp(x: torch.Tensor) -> torch.Tensor:
-    """Clamp to [0, 1] with a gradient at both ends, where versions of torch.clamp differ."""
+    """Clamp to [0, 1] with a gradient at both ends, where torch.clamp differs between versions."""
     return torch.where(x < 0, 0, torch.where(x > 1, 1, x))
 
 
 def _inside(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in [0, 1], 0 and 1 moved to the nearest normal number inside of the given dtype, with the gradient of x."""
+    """x in [0, 1], with 0 and 1 moved to the nearest normal number inside, and with the gradient of x."""
     info = torch.finfo(dtype)
     moved = torch.where(x == 0, info.tiny, torch.where(x == 1, 1 - info.eps / 2, x))
     return x + (moved - x).detach()

@@ -1,8 +1,8 @@
-"""Schedules of the gate losses, as pure functions of the progress in epochs
+"""Schedules of the gate losses, as pure functions of the epoch
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
-Batch shaping starts strong and is annealed linearly to zero; the L0 loss joins after a delay and ramps up linearly.
+Batch shaping starts at full weight and is annealed linearly to zero; the L0 loss starts later and ramps up linearly.
 """
 from typing import Any, Dict, Mapping, NamedTuple, Sequence, Tuple, Union
 
@@ -14,15 +14,15 @@ Epochs = Union[str, Tuple[float, float]]  # 'fixed', or (start, end)
 
 
 class Scheduled(NamedTuple):
-    """A value of a training that follows a schedule, as the log tells it.
+    """A scheduled value of a training, as shown in the log.
 
     Attributes:
-        what: Name of the loss, or of what else changes.
+        what: Name of the loss or other quantity.
         name: Name of the value.
-        first: Value until the schedule starts; the value throughout if there is no schedule.
-        last: Value once the schedule has ended.
+        first: Value before the schedule starts.
+        last: Value after the schedule has ended, or the fixed value.
         epochs: Start and end of the schedule, or 'fixed'.
-        evaluated: Whether a trained network is evaluated with the last value, however far the training came.
+        evaluated: Whether a trained network is always evaluated with the last value.
     """
     what: str
     name: str
@@ -42,7 +42,7 @@ class Scheduled(NamedTuple):
         return self.first == 0 != self.last and self._done(epoch) == 0
 
     def ends_after(self, epoch: float) -> bool:
-        """Whether the value has yet to reach its last one in this epoch."""
+        """Whether the value has not reached its last value in this epoch."""
         return self.first != self.last and self._done(epoch) < 1
 
     def _done(self, epoch: float) -> float:
@@ -50,11 +50,11 @@ class Scheduled(NamedTuple):
 
 
 def scale_epochs(options: Mapping[str, Any], factor: float) -> Dict[str, Any]:
-    """Stretch all schedules in a dict of options: the pairs whose names end in `_epochs`.
+    """Scale all schedules in a dict of options: the pairs whose names end in `_epochs`.
 
     Args:
         options: Options of an objective.
-        factor: New length of a training over its old length.
+        factor: New length of the training divided by the old length.
     """
     return {
         name: tuple(epoch * factor for epoch in value) if name.endswith('_epochs') and value != 'fixed' else value
@@ -62,7 +62,7 @@ def scale_epochs(options: Mapping[str, Any], factor: float) -> Dict[str, Any]:
 
 
 def check_epochs(epochs: Any, name: str = 'epochs') -> Epochs:
-    """Validate the epochs of a schedule: 'fixed', or a pair (start, end), a list of a YAML's too."""
+    """Validate the epochs of a schedule: 'fixed', or a pair (start, end) as a tuple or list."""
     if epochs == 'fixed':
         return 'fixed'
     if isinstance(epochs, str) or not isinstance(epochs, Sequence) or len(epochs) != 2:
@@ -74,7 +74,7 @@ def check_epochs(epochs: Any, name: str = 'epochs') -> Epochs:
 
 
 def _fraction(epoch: float, start: float, end: float) -> float:
-    """Share of the way from start to end; a schedule of no length is a step."""
+    """Completed fraction of a schedule. If start and end are equal, the schedule is a step."""
     if epoch >= end:
         return 1.
     if epoch <= start:

@@ -1,14 +1,14 @@
-"""How single gates are distributed, epoch by epoch of a training
+"""Distributions of single gates, recorded once per epoch of a training
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
-The paper's Figure 1b follows four gates over training: batch shaping makes them conditional, and once L0 has taken over
-they open for good, stay conditional or close. Which gate does which is known only at the end, so a few dozen are
-watched, spread over the network. What is kept of an epoch is a histogram of each gate's sigmoid(logit), without noise,
-over all training images: a few kilobytes.
+The paper's Figure 1b follows four gates over a training: batch shaping makes them conditional, and the L0 loss later
+opens them, closes them or leaves them conditional. Which gates do so is known only at the end, so a few dozen are
+recorded, spread over the network. A snapshot holds a histogram of each gate's sigmoid(logit), without noise, over all
+training images of an epoch: a few kilobytes.
 
-One file an epoch, written whole or not at all. A training that is resumed goes on in the same folder; an epoch that is
-run again replaces its file.
+Each epoch is one file, written atomically. A resumed training continues in the same folder, and a repeated epoch
+replaces its file.
 """
 import logging
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from ..layers import gates
+from ..layers import LastPass, gates
 from ..utils import check_number, new_file
 
 __all__ = ['GateSnapshots', 'Snapshots', 'histograms', 'load_snapshots']
@@ -28,10 +28,10 @@ _logger = logging.getLogger(__name__)
 
 
 def histograms(values: torch.Tensor, bins: int) -> torch.Tensor:
-    """Histogram of each column, over equal bins of [0, 1].
+    """Histogram of each column, with equal bins over [0, 1].
 
     Args:
-        values: Numbers in [0, 1], [N, columns].
+        values: Values in [0, 1], [N, columns].
         bins: Number of bins.
 
     Returns:
@@ -47,9 +47,9 @@ class GateSnapshots:
     """Records the distribution of some gates over each epoch of a training.
 
     Args:
-        folder: Where to write, one file an epoch; made at the first step.
-        num_gates: Number of gates to watch, spread evenly over all gates.
-        bins: Number of bins of a histogram.
+        folder: Folder for the files, one per epoch; created at the first step.
+        num_gates: Number of gates to record, spread evenly over all gates.
+        bins: Number of histogram bins.
     """
 
     def __init__(self, folder: Union[str, Path], num_gates: int = 64, bins: int = 50) -> None:
@@ -61,21 +61,21 @@ class GateSnapshots:
         self.epoch = -1
         self._names: List[str] = []
         self._weights: Dict[str, float] = {}
-        self._counts: Optional[torch.Tensor] = None  # of the current epoch
+        self._counts: Optional[torch.Tensor] = None  # histograms of the current epoch
         self._written = True
 
     @torch.no_grad()
-    def update(self, model: nn.Module, epoch: int, **weights: float) -> None:
-        """Take in the gates of the model's last forward pass.
+    def update(self, model: Union[nn.Module, LastPass], epoch: int, **weights: float) -> None:
+        """Add the gates of the model's last forward pass.
 
         Args:
-            model: A model with gates.
-            epoch: The current epoch; when it changes, the one before is written.
-            **weights: Weights of the losses in this epoch, to be shown beside it.
+            model: A model with gates, or its `LastPass`.
+            epoch: The current epoch. When it changes, the previous one is written.
+            **weights: Weights of the losses in this epoch, stored with it.
         """
         if epoch != self.epoch or self._counts is None:
             self.write()
-            self.folder.mkdir(parents=True, exist_ok=True)  # a folder that cannot be made is an error now, not later
+            self.folder.mkdir(parents=True, exist_ok=True)  # fail early if this is impossible
             self.epoch, self._counts = epoch, None
         named_gates = gates(model)
         names = [f'{name}/{index}' for name, gate in named_gates for index in range(gate.num_gates)]
@@ -88,7 +88,7 @@ class GateSnapshots:
         self._written = False
 
     def write(self) -> None:
-        """Write what the current epoch has so far. Of several processes the first one writes, what it saw."""
+        """Write the current epoch so far. With several processes, only the first one writes, its own images."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self._written or (distributed and torch.distributed.get_rank()):
             return
@@ -100,12 +100,12 @@ class GateSnapshots:
                     partial, names=np.array(self._names), counts=self._counts.cpu().numpy(), epoch=np.array(self.epoch),
                     weight_names=np.array(list(self._weights), dtype=np.str_),
                     weights=np.array(list(self._weights.values()), dtype=np.float64))
-        except OSError as error:  # a full disk should not end a training of days
+        except OSError as error:  # a full disk must not stop a long training
             _logger.warning(f'The gate snapshot {path} could not be written: {error}.')
         self._written = True
 
     def __getstate__(self) -> Dict[str, Any]:
-        # A copy of the model (EMA makes one) has seen nothing.
+        # A copy of the model, such as the EMA model, has no records.
         return {**self.__dict__, '_counts': None, '_written': True}
 
 
@@ -114,7 +114,7 @@ class Snapshots:
     """Distributions of gates over a training.
 
     Attributes:
-        names: Of the gates: their module's name, a slash and their index.
+        names: Names of the gates: module name, slash, index.
         epochs: Epochs recorded, [E], increasing.
         counts: Histograms of sigmoid(logit) over [0, 1], [E, gates, bins].
         weights: Weights of the losses by name, [E] each.
@@ -132,16 +132,16 @@ class Snapshots:
 
 
 def load_snapshots(folder: Union[str, Path]) -> Snapshots:
-    """Read what `GateSnapshots` wrote.
+    """Load the files of `GateSnapshots`.
 
     Args:
-        folder: The folder of a training's snapshots.
+        folder: Folder with the snapshots of a training.
     """
     files = sorted(Path(folder).glob('epoch_*.npz'), key=lambda path: int(path.stem.split('_')[1]))
     if not files:
         problem = '' if Path(folder).is_dir() else ', which does not exist'
         raise ValueError(
-            f'no gate snapshots (epoch_*.npz) in {folder}{problem}. A training writes them there with the model option '
+            f'no gate snapshots (epoch_*.npz) in {folder}{problem}. To write them, train with the model option '
             f"snapshot_dir: `train.py … --model-kwargs snapshot_dir='{folder}'`.")
     entries = []
     for path in files:
@@ -150,8 +150,8 @@ def load_snapshots(folder: Union[str, Path]) -> Snapshots:
         if entries[-1]['counts'].shape != entries[0]['counts'].shape or (
                 entries[-1]['names'].tolist() != entries[0]['names'].tolist()):
             raise ValueError(
-                f'{path.name} and {files[0].name} in {folder} are of different gates: two trainings wrote there. '
-                f'Give each its own snapshot_dir.')
+                f'{path.name} and {files[0].name} in {folder} have different gates, so two trainings wrote there. Use '
+                f'a separate snapshot_dir for each training.')
     return Snapshots(
         names=entries[0]['names'].tolist(),
         epochs=np.array([int(entry['epoch']) for entry in entries]),

@@ -3,9 +3,9 @@
 One module per family or method. Importing this package registers them.
 """
 from . import (
-    batch_shaped,  # noqa: F401  (registers its entry points)
-    dgnet,  # noqa: F401  (registers its entry points)
-    slim_resnet,  # noqa: F401  (registers its entry points)
+    batch_shaped,  # noqa: F401
+    dgnet,  # noqa: F401
+    slim_resnet,  # noqa: F401
 )
 from ._carry import CarryNet, CarryStage
 from ._checkpoint import check_depth, check_incoming, checkpoint_filter_fn, rename_linear_head

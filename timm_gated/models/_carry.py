@@ -1,8 +1,8 @@
-"""Networks whose blocks hand something on to each other beside the map
+"""Networks whose blocks pass a second value along with the feature map
 
-SkipNet's recurrent gates hand on the state of their LSTM, and GaterNet's blocks the logits of the gates after them. It
-travels as an argument, the carry, so that two batches never meet in a module: a network may run in several threads, and
-blocks may be run again in backward. A block has a method `step(x, carry)`, which returns its output and the next carry.
+SkipNet's recurrent gates pass on the state of their LSTM, and GaterNet's blocks the logits of later gates. This value,
+the carry, is an argument and not a module attribute, so that a network can run in several threads and blocks can be
+recomputed in backward. A block has a method `step(x, carry)`, which returns its output and the next carry.
 """
 from typing import Any, Collection, List, Optional, Tuple, Union
 
@@ -17,14 +17,14 @@ __all__ = ['CarryNet', 'CarryStage']
 
 
 class CarryStage(nn.Sequential):
-    """The blocks of a stage, under their names."""
+    """Stage of blocks with a carry. Child names are those of `nn.Sequential`."""
 
     def forward(self, x: Any, carry: Any = None, recompute: bool = False) -> Tuple[torch.Tensor, Any]:
         """Run the blocks; returns the map and the carry for the next stage.
 
         Args:
-            x: The map. Or the result of the stage before: timm's feature extraction hands it over as it is.
-            carry: What the stage before hands on.
+            x: Feature map, or the pair that the previous stage returned: timm's feature extraction passes it unchanged.
+            carry: Carry of the previous stage.
             recompute: Recompute the blocks in backward.
         """
         if isinstance(x, tuple):
@@ -36,11 +36,11 @@ class CarryStage(nn.Sequential):
 
 
 class CarryNet(GatedNet):
-    """Mixin over a ResNet of gated blocks that have a `step`.
+    """Mixin over a ResNet of gated blocks with a `step` method.
 
     Args:
-        *args: Of the gated network.
-        **kwargs: Of the gated network.
+        *args: Arguments of the gated network.
+        **kwargs: Keyword arguments of the gated network.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -49,31 +49,30 @@ class CarryNet(GatedNet):
             setattr(self, name, CarryStage(*getattr(self, name)))
 
     def begin(self, images: torch.Tensor) -> Any:
-        """What the first block gets; nothing, if the method has nothing to say before."""
+        """Carry of the first block."""
         return None
 
     def _stage_names(self) -> List[str]:
         feature_info: Any = self.feature_info
-        return [info['module'] for info in feature_info[1:]]  # (the first is the stem's)
+        return [info['module'] for info in feature_info[1:]]  # without the stem
 
     def _run(self, x: torch.Tensor, take: Collection[int], last: int) -> Tuple[torch.Tensor, List[torch.Tensor]]:
-        """Run up to a stage, counted from 1; returns its output and the features that were asked for."""
+        """Run the network up to stage `last`, counted from 1; returns its output and the features to take."""
         net: Any = self
         carry = self.begin(x)
         x = net.act1(net.bn1(net.conv1(x)))
         features = [x] if 0 in take else []
-        if hasattr(self, 'maxpool'):  # which the networks for CIFAR have not
+        if hasattr(self, 'maxpool'):  # not in CIFAR networks
             x = net.maxpool(x)
         for index, name in enumerate(self._stage_names()[:last], start=1):
             stage = getattr(self, name)
-            if isinstance(stage, CarryStage):  # it may have been pruned, see `prune_intermediate_layers`
+            if isinstance(stage, CarryStage):  # `prune_intermediate_layers` replaces unused stages
                 x, carry = stage(x, carry, net.grad_checkpointing)
             if index in take:
                 features.append(x)
         return x, features
 
     def forward_features(self, x: torch.Tensor) -> torch.Tensor:
-        """As timm's."""
         return self._run(x, (), len(self._stage_names()))[0]
 
     def forward_intermediates(
@@ -85,7 +84,7 @@ class CarryNet(GatedNet):
             output_fmt: str = 'NCHW',
             intermediates_only: bool = False,
     ) -> Union[List[torch.Tensor], Tuple[torch.Tensor, List[torch.Tensor]]]:
-        """As timm's, which says what the arguments are."""
+        """Forward features that returns intermediates. Arguments as in timm's ResNet."""
         assert output_fmt == 'NCHW', 'Output shape must be NCHW.'
         num_stages = len(self._stage_names())
         take, last = feature_take_indices(num_stages + 1, indices)

@@ -1,7 +1,7 @@
-"""How checkpoints are loaded into gated networks
+"""Load checkpoints into gated networks
 
-The state dict of a gated network is that of its dense counterpart plus the keys of its gates, so dense weights load by
-name under fresh gates.
+The state dict of a gated network is that of its dense counterpart plus the keys of its gates. Dense weights therefore
+load by name, and gates keep their initial values.
 """
 import logging
 import re
@@ -22,14 +22,14 @@ StateDict = Dict[str, Any]
 
 
 def checkpoint_filter_fn(state_dict: StateDict, model: nn.Module) -> StateDict:
-    """Turn a dense or gated checkpoint into a state dict of `model`; only keys of gates may be missing from it.
+    """Convert a dense or gated checkpoint into a state dict for `model`. Only keys of gates may be missing.
 
-    Takes state dicts of timm and torchvision, those of the common CIFAR ResNets (whose head is called `linear`), and
-    training checkpoints that nest one. A checkpoint that does not fit is refused with what differs.
+    Accepts state dicts of timm, torchvision and the common CIFAR ResNets (whose head is called `linear`), and training
+    checkpoints that contain one. Raises a ValueError that names the differences if the checkpoint does not fit.
 
     Args:
-        state_dict: The checkpoint.
-        model: A gated model, or a dense one of this package.
+        state_dict: Checkpoint.
+        model: Gated model, or a dense model of this package.
     """
     for key in ('state_dict', 'model'):
         if isinstance(state_dict.get(key), Mapping):
@@ -49,14 +49,15 @@ def check_incoming(
         prefix: str = '',
         error: Type[Exception] = RuntimeError,
 ) -> None:
-    """Refuse a state dict of another depth. The log says which gates another one leaves fresh, and so does the network,
-    as `fresh_gates`.
+    """Check a state dict that is being loaded: refuse another depth, and log which gates it has no weights for.
+
+    The names of the gates without weights are also stored on the network, as `fresh_gates`.
 
     Args:
-        model: The network.
-        state_dict: The state dict that is being loaded.
-        prefix: Of the network's keys in it.
-        error: What to raise.
+        model: Network.
+        state_dict: State dict that is being loaded.
+        prefix: Prefix of the network's keys in the state dict.
+        error: Exception class for a mismatch.
     """
     check_depth(model, state_dict, prefix, error)
     learnt = [n for n, m in model.named_modules() if isinstance(m, Gating) and m.state_dict()]
@@ -65,7 +66,7 @@ def check_incoming(
         _logger.warning(
             f'The checkpoint has no weights for {len(fresh)} of {len(learnt)} gates; '
             f'these keep their fresh initialisation: {fresh[0]}{" … " + fresh[-1] if len(fresh) > 1 else ""}.')
-    before = getattr(model, 'fresh_gates', fresh)  # which a checkpoint loaded earlier had none for either
+    before = getattr(model, 'fresh_gates', fresh)  # gates that have no weights from an earlier checkpoint either
     model.fresh_gates = tuple(n for n in fresh if n in before)  # type: ignore[assignment]
 
 
@@ -75,13 +76,13 @@ def check_depth(
         prefix: str = '',
         error: Type[Exception] = RuntimeError,
 ) -> None:
-    """Refuse a state dict of another depth, with a sentence that says so in place of a list of all keys.
+    """Refuse a state dict of another depth with a short message instead of a list of all keys.
 
     Args:
-        model: A ResNet.
-        state_dict: The state dict that is being loaded.
-        prefix: Of the network's keys in it.
-        error: What to raise.
+        model: ResNet.
+        state_dict: State dict that is being loaded.
+        prefix: Prefix of the network's keys in the state dict.
+        error: Exception class for a mismatch.
     """
     mismatch = _depth_mismatch(state_dict, model, prefix)
     if mismatch:
@@ -89,14 +90,14 @@ def check_depth(
 
 
 def rename_linear_head(state_dict: StateDict, prefix: str = '') -> None:
-    """Give the head of the common CIFAR ResNets, `linear`, timm's name. In place."""
+    """Rename the head of the common CIFAR ResNets, `linear`, to timm's `fc`. In place."""
     for name in ('weight', 'bias'):
         if f'{prefix}linear.{name}' in state_dict:
             state_dict[f'{prefix}fc.{name}'] = state_dict.pop(f'{prefix}linear.{name}')
 
 
 def _blocks(keys, prefix: str = '') -> List[int]:
-    """Number of blocks in each stage, from the names of parameters."""
+    """Number of blocks per stage, from parameter names."""
     found = {m.group(1, 2) for m in (re.match(re.escape(prefix) + r'layer(\d+)\.(\d+)\.', k) for k in keys) if m}
     counts = Counter(stage for stage, _ in found)
     return [counts[stage] for stage in sorted(counts, key=int)]
@@ -124,7 +125,7 @@ def _depth_mismatch(state_dict: StateDict, model: nn.Module, prefix: str = '') -
 
 
 def _key_mismatch(state_dict: StateDict, model: nn.Module) -> str:
-    """What does not fit, apart from gates, and apart from stem and head, which timm adapts itself."""
+    """Describe what does not fit. Gates are ignored, and so are stem and head, which timm adapts."""
     own = model.state_dict()
     ours = tuple(f'{n}.' for n, m in model.named_modules() if isinstance(m, (Gating, Objective)))
     adapted = ('conv1.', 'fc.')

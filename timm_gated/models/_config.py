@@ -1,10 +1,10 @@
-"""What the config of a model from elsewhere must not do
+"""Checks of untrusted model configs
 
-A `config.json`, from the hub or from a folder, describes a model. It must not make us write files, fetch other weights
-or run code, so the few options that could are refused by name. Any other option is up to timm and to the model.
+A `config.json` from the hub or from a folder must not write files, download other weights or run code. The options
+that could are refused by name. timm and the model validate all others.
 
-timm merges a config's `model_args` with the user's own arguments, and hands them to the entry point once more by
-themselves, as `pretrained_model_args`: that is what is checked. The user may set every option.
+timm merges the `model_args` of a config with the user's arguments, and also passes them to the entry point separately,
+as `pretrained_model_args`. Only the latter are checked: users may set every option.
 """
 import json
 import re
@@ -13,17 +13,17 @@ from typing import Any, Dict, Iterator, Mapping, Tuple
 
 __all__ = ['check_entry_args', 'check_model_args', 'read_config', 'storable']
 
-# Options that write files (`snapshot_dir`, `cache_dir`) or load weights, here or in a network within the model.
+# Options that write files or load weights, in the model or in a network inside it.
 _REFUSED = frozenset({
     'snapshot_dir', 'cache_dir', 'checkpoint_path', 'pretrained', 'pretrained_cfg', 'pretrained_cfg_overlay'})
 
-# Options that name a timm model to build. A source before the name, such as 'hf-hub:', would fetch it.
+# Options that name a timm model. A source before the name, such as 'hf-hub:', would download it.
 _MODEL_NAMES = frozenset({'network', 'gater'})
 _PLAIN_NAME = re.compile(r'[\w.-]+')
 
 
 def read_config(path: Path, where: str) -> Dict[str, Any]:
-    """Read a `config.json` and check the parts that every config has. Raises a ValueError otherwise.
+    """Read a `config.json` and check its structure. Raises a ValueError if the file is missing or malformed.
 
     Args:
         path: Path of the file.
@@ -46,25 +46,25 @@ def read_config(path: Path, where: str) -> Dict[str, Any]:
 
 
 def check_model_args(model_args: Mapping[str, Any], where: str) -> None:
-    """Refuse options, at any depth, that would write files or fetch weights.
+    """Refuse options that would write files or download weights, at any depth.
 
     Args:
-        model_args: Options of a config.
+        model_args: Options in a config.
         where: Name of the config, used in error messages.
     """
     for path, key, value in _walk(model_args):
         if key in _REFUSED:
             raise ValueError(
-                f"{where} sets '{path}' to {_short(value)}, which a config must not do. Remove it from its "
-                f'model_args; if you want it, pass it to timm.create_model yourself.')
+                f"{where} sets '{path}' to {_short(value)}, which a config must not set. Remove it from the "
+                f'model_args, or pass it to timm.create_model yourself.')
         if key in _MODEL_NAMES and not (isinstance(value, str) and _PLAIN_NAME.fullmatch(value)):
             raise ValueError(
-                f"{where} sets '{path}' to {_short(value)}. A config may give the plain name of a timm model there, "
-                f'and nothing that has to be fetched.')
+                f"{where} sets '{path}' to {_short(value)}. A config may only name a timm model there, not a source "
+                f'to download it from.')
 
 
 def check_entry_args(kwargs: Mapping[str, Any]) -> None:
-    """Check what an entry point was given by a config from elsewhere, if by any.
+    """Check the arguments of an entry point that come from a config.
 
     Args:
         kwargs: Keyword arguments of the entry point.
@@ -75,7 +75,7 @@ def check_entry_args(kwargs: Mapping[str, Any]) -> None:
 
 
 def storable(model_args: Mapping[str, Any]) -> Dict[str, Any]:
-    """Options as a config may hold them: without those that it must not set, at any depth.
+    """Return the options without those that a config must not set, at any depth.
 
     Args:
         model_args: Options of a model.
@@ -92,7 +92,7 @@ def _without_refused(value: Any) -> Any:
 
 
 def _walk(value: Any, path: str = '') -> Iterator[Tuple[str, Any, Any]]:
-    """Every item of a JSON value: its path from the root, the last part of that path, and the item."""
+    """Yield every item of a JSON value with its path from the root and the last part of that path."""
     if isinstance(value, (list, tuple)):
         value = dict(enumerate(value))
     for key, item in value.items() if isinstance(value, Mapping) else ():

@@ -1,5 +1,5 @@
-"""What all gated networks have in common, whatever their ResNet"""
-from typing import Any, Callable, Dict, Optional, Set, Tuple
+"""Base of all gated networks"""
+from typing import Any, Callable, Dict, Optional, Set
 
 import torch
 import torch.nn as nn
@@ -12,27 +12,24 @@ __all__ = ['GatedNet']
 
 
 class GatedNet(nn.Module):
-    """Mixin that turns a ResNet of gated blocks into a gated network.
+    """Mixin over a ResNet of gated blocks.
 
     Args:
-        *args: Of the ResNet.
-        objective: Makes what the network is trained with beside its task loss, which the stock training tasks add.
-        budget: Share of the plain network's MACs to aim at as well, see `MacBudget`; none by default.
-        budget_weight: Weight of that loss.
-        gather_gates: In a training on several processes, compute the losses on gates and what is logged of them over
-            the batch of all, as one process with the whole batch would. By default each has its own batch shaping, as
-            in the paper.
-        inner_channels: Widths of the blocks' inner maps (see `timm_gated.layers.narrow`), after pruning.
-        gated_channels: How many of their channels have gates.
-        **kwargs: Of the ResNet.
+        *args: Arguments of the ResNet.
+        objective: Factory of the objective. timm's training tasks add its loss terms to the task loss.
+        budget: Target share of the dense counterpart's MACs (see `MacBudget`), no budget by default.
+        budget_weight: Weight of the budget loss.
+        gather_gates: In distributed training, compute gate losses and gate statistics over the batch of all processes.
+            By default each process uses its own batch, as in the paper.
+        inner_channels: Widths of the blocks' inner maps after pruning (see `timm_gated.layers.narrow`).
+        gated_channels: Number of gated channels in these maps.
+        **kwargs: Keyword arguments of the ResNet.
 
     Attributes:
-        gating_options: Names of the options that the same network without gates does not have.
-        dense_variant: Entry point of the same network without gates.
-        dense_args: Its options.
+        dense_variant: Entry point of the dense counterpart.
+        dense_args: Options of the dense counterpart.
     """
 
-    gating_options: Tuple[str, ...] = ('gated_channels', 'budget', 'budget_weight', 'gather_gates')
     dense_variant: str
     dense_args: Dict[str, Any]
     pretrained_cfg: Dict[str, Any]
@@ -52,7 +49,7 @@ class GatedNet(nn.Module):
         super().__init__(*args, **kwargs)
         narrow_maps(self, inner_channels, gated_channels)
         self.link_gates()
-        # Last of the children: timm's feature extraction runs them in order, up to the last one it needs.
+        # The last children: timm's feature extraction runs children in order, up to the last one it needs.
         if objective is not None:
             self.gate_losses = objective()
             self.gate_losses.attach(self)
@@ -66,7 +63,7 @@ class GatedNet(nn.Module):
             module.gather_gates = gather_gates
 
     def link_gates(self) -> None:
-        """Make gates known to one another, where a method has them share something. Called once all are there."""
+        """Let gates share modules, if the method needs it. Called after all gates are built."""
 
     @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:

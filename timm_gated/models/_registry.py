@@ -1,13 +1,13 @@
-"""What this package gives to timm's registry: entry points, and the weights that come with them
+"""Entry points of this package in timm's registry, and their packaged weights
 
-Small trained weights lie in `timm_gated/weights`, as `<model>.<tag>.safetensors`, each with its card (`….md`, made by
-`tools/hub.py save --tag`: what was measured, and how they were trained). A pretrained config names the file,
-and stock timm does the rest, without a network: `timm.create_model('gated_resnet20.bas_c10', pretrained=True)`. To add
-weights, put the file there and a line into the `default_cfgs` of the model's family:
+Small trained weights are part of the package: `timm_gated/weights/<model>.<tag>.safetensors`, each with a model card
+`<model>.<tag>.md` (written by `tools/hub.py save --tag`). The pretrained config names the file, so that timm loads it
+without a network connection: `timm.create_model('gated_resnet20.bas_c10', pretrained=True)`. To add weights, add the
+files and an entry in the `default_cfgs` of the model's module:
 
     'gated_resnet20.bas_c10': _cfg(file=weights_file('gated_resnet20.bas_c10')),
 
-Of a model's tags with weights the first one is the default.
+The first tag with weights is the default tag of a model.
 """
 import difflib
 from pathlib import Path
@@ -34,44 +34,44 @@ WEIGHTS_DIR = Path(__file__).resolve().parents[1] / 'weights'
 
 
 def weights_file(name: str) -> Optional[str]:
-    """Path of weights that come with this package, None where they are missing: timm then says that there are none.
+    """Path of packaged weights, None if the file is missing.
 
     Args:
-        name: Of the model, with its tag.
+        name: Name of the model with its tag.
     """
     path = WEIGHTS_DIR / f'{name}.safetensors'
     return str(path) if path.is_file() else None
 
 
 def entry_points() -> Dict[str, Callable[..., Any]]:
-    """The functions of this package that timm makes models with, by name."""
+    """Registered entry points of this package, by name."""
     package = __name__.partition('.')[0]
     registered = ((name, model_entrypoint(name)) for name in list_models())
     return {name: create for name, create in registered if create.__module__.partition('.')[0] == package}
 
 
 def list_weights() -> List[str]:
-    """Names, with their tags, of all weights that models of this package can be made with: the hub's as well."""
+    """Names with tags of all pretrained weights of this package's models, packaged or on the hub."""
     return list_pretrained(list(entry_points()))
 
 
 def near_models(name: str) -> List[str]:
-    """Names of models that are spelt much like this one, or have it in them."""
+    """Names of models that are similar to this one or contain it."""
     name = name.lower()
     return difflib.get_close_matches(name, list_models(), n=5) or list_models(f'*{name}*')[:5]
 
 
 def check_model_name(name: str) -> None:
-    """Refuse a model that does not exist, with near names, a tag that its model does not have, and a missing folder.
+    """Raise a ValueError if a model, its tag or its folder does not exist.
 
     Args:
-        name: What `timm.create_model` takes.
+        name: Model name, as for `timm.create_model`.
     """
     source, place = parse_model_name(name)
     if source == 'local-dir' and not Path(place).is_dir():
         raise ValueError(
             f"there is no folder '{place}': {place}/config.json does not exist. `python tools/hub.py save --output "
-            f'{place}` makes it of a checkpoint, timm_gated.save_pretrained of a model.')
+            f'{place}` creates it from a checkpoint, timm_gated.save_pretrained from a model.')
     if source:
         return
     model, tag = split_model_name_tag(place)
@@ -86,11 +86,11 @@ def check_model_name(name: str) -> None:
 
 
 def check_weights(name: str, remedy: str) -> None:
-    """Refuse a model whose tag, the default one if it is not given, has no pretrained weights.
+    """Raise a ValueError if a model has no pretrained weights.
 
     Args:
-        name: What `timm.create_model` takes; a folder or a repository has weights.
-        remedy: What to do about it, for the error.
+        name: Model name, as for `timm.create_model`. Folders and hub repositories are not checked.
+        remedy: Advice for the error message.
     """
     source, _ = parse_model_name(name)
     if not source and not is_model_pretrained(name):
@@ -101,10 +101,10 @@ def check_weights(name: str, remedy: str) -> None:
 
 
 def list_gated_models(pattern: str = '') -> List[str]:
-    """Names of the timm models that are gated networks, of whatever method: those whose entry point says so.
+    """Names of all registered gated models, identified by the return annotation of their entry point.
 
     Args:
-        pattern: Wildcards, as for `timm.list_models`.
+        pattern: Wildcard filter, as for `timm.list_models`.
     """
     returned = ((name, model_entrypoint(name).__annotations__.get('return')) for name in list_models(pattern))
     return [name for name, cls in returned if isinstance(cls, type) and issubclass(cls, GatedNet)]

@@ -1,12 +1,12 @@
-"""Any timm network with batch-shaped features, as a timm model
+"""Any timm model with batch-shaped features
 
-The gating paper offers batch shaping as a general tool: a Gaussian prior in the role of batch normalisation, a uniform
-one for quantisation. This entry point makes it available to configs of the stock training script:
+The gating paper proposes batch shaping as a general tool, for example a Gaussian prior in place of batch normalization,
+or a uniform prior for quantization. This entry point makes it available to configs of timm's training script:
 
     model: batch_shaped
     model_kwargs: {network: resnet18, features: {layer3.1.act1: normal}, weight: 0.1}
 
-In Python, `timm_gated.shape_features(model, …)` does the same to a model at hand.
+In Python, use `timm_gated.shape_features(model, …)`.
 """
 from typing import Any, Mapping, Optional
 
@@ -31,22 +31,22 @@ def batch_shaped(
         channel_dim: Optional[int] = None,
         **kwargs,
 ) -> nn.Module:
-    """Constructs another timm model, some of whose features are shaped in training.
+    """Constructs another timm model with batch shaping of some of its features.
 
     Args:
         pretrained: Load pretrained weights of the network.
         network: Name of the timm model.
-        features: From names of its modules to priors; see `shape_features`, also for the other options.
+        features: Priors by module name, see `shape_features`.
         weight: Weight of the loss.
         epochs: Epochs over which the weight is annealed, or 'fixed'.
-        reduction: Over the channels of a feature.
+        reduction: Reduction over the channels of a feature, 'mean' or 'sum'.
         channel_dim: Dimension of the channels of a feature.
-        **kwargs: Of the network.
+        **kwargs: Options of the network.
     """
     if not features:
         raise ValueError("batch_shaped needs `features`, such as {'layer3.1.act1': 'normal'}, got none.")
     check_entry_args(kwargs)
     model: Any = timm.create_model(network, pretrained=pretrained, **kwargs)
     shape_features(model, features, weight, epochs, reduction, channel_dim)
-    model.pretrained_cfg['architecture'] = 'batch_shaped'  # by which a saved config makes it again
+    model.pretrained_cfg['architecture'] = 'batch_shaped'  # so that a saved config builds this entry point
     return model

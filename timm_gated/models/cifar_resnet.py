@@ -1,7 +1,7 @@
-"""ResNets for CIFAR, without gates
+"""Dense ResNets for CIFAR
 
-The 6n + 2 layer ResNets of the ResNet paper for 32 x 32 images, which timm does not have: `cifar_resnet20` …, built of
-timm's blocks, with timm's interface.
+The ResNets of the paper with 6n + 2 layers for 32 x 32 images, such as `cifar_resnet20`. timm does not have them. They
+are built from timm's blocks and have timm's interface.
 
 Paper: Deep Residual Learning for Image Recognition (https://arxiv.org/abs/1512.03385)
 
@@ -29,7 +29,7 @@ __all__ = ['CIFAR_DEPTHS', 'CifarResNet', 'cifar_cfg', 'cifar_layers']
 
 
 class PadShortcut(nn.Module):
-    """Option A shortcut: subsample the positions, pad new channels with zeros."""
+    """Option A shortcut: subsample the positions and pad the channels with zeros."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
@@ -45,18 +45,18 @@ class PadShortcut(nn.Module):
 
 
 class CifarResNet(nn.Module):
-    """ResNet for small images: a 3x3 stem, three stages at strides 1, 2, 4.
+    """ResNet for small images: a 3x3 stem and three stages at strides 1, 2, 4.
 
     Args:
         layers: Number of blocks in each stage.
         block: Class of the residual blocks.
         num_classes: Number of classification classes.
         in_chans: Number of input channels.
-        output_stride: Stride of the network's output; 1 and 2 dilate instead of striding, 4 and more is its own.
+        output_stride: Output stride of the network. 1 and 2 replace strides by dilation; larger values have no effect.
         global_pool: Global pooling type.
         channels: Width of each stage.
-        inner_width: Factor on the width of each block's inner map.
-        inner_channels: Widths of single blocks' inner maps (see `timm_gated.layers.narrow`), after pruning.
+        inner_width: Factor on the width of the blocks' inner maps.
+        inner_channels: Widths of the blocks' inner maps after pruning (see `timm_gated.layers.narrow`).
         act_layer: Activation layer.
         norm_layer: Normalization layer.
         drop_rate: Dropout probability before the classifier.
@@ -102,7 +102,7 @@ class CifarResNet(nn.Module):
         self.feature_info: List[Dict[str, Any]] = [dict(num_chs=channels[0], reduction=1, module='act1')]
 
         block_kwargs = dict(
-            # timm's blocks divide their inner width by this: widening is reduction by a fraction
+            # timm's blocks divide their inner width by this value
             reduce_first=Fraction(1, inner_width),
             act_layer=act,
             norm_layer=norm,
@@ -224,7 +224,7 @@ class CifarResNet(nn.Module):
         """Prune layers not required for specified intermediates."""
         take_indices, max_index = feature_take_indices(len(self.stage_names) + 1, indices)
         for name in self.stage_names[max_index:]:
-            setattr(self, name, nn.Sequential())  # which recomputation can take apart
+            setattr(self, name, nn.Sequential())  # not nn.Identity, which `checkpoint_seq` cannot flatten
         prune_end = max_index < len(self.stage_names)
         if prune_end:
             self.num_features = self.feature_info[max_index]['num_chs']
@@ -265,7 +265,7 @@ def cifar_cfg(**kwargs) -> Dict[str, Any]:
 CIFAR_DEPTHS = (20, 32, 38, 44, 56, 74, 110)
 
 default_cfgs = generate_default_cfgs({
-    # (of 28 epochs and of 20)
+    # trained for 28 and 20 epochs
     'cifar_resnet20.e28_c10': cifar_cfg(file=weights_file('cifar_resnet20.e28_c10'), paper_ids='arXiv:1512.03385'),
     'cifar_resnet20.e20_c10': cifar_cfg(file=weights_file('cifar_resnet20.e20_c10'), paper_ids='arXiv:1512.03385'),
     **{f'cifar_resnet{depth}.untrained': cifar_cfg(paper_ids='arXiv:1512.03385') for depth in CIFAR_DEPTHS},
@@ -273,7 +273,7 @@ default_cfgs = generate_default_cfgs({
 
 
 def cifar_layers(depth: int) -> Tuple[int, int, int]:
-    """Blocks in each stage of a CIFAR ResNet of 6n + 2 layers."""
+    """Number of blocks per stage of a CIFAR ResNet with 6n + 2 layers."""
     assert depth % 6 == 2
     return ((depth - 2) // 6,) * 3
 

@@ -1,16 +1,19 @@
-"""ConvNet-AIG: residual blocks that an image runs or skips
+"""ConvNet-AIG: residual blocks that are executed or skipped per image
 
-A rival of channel gating, in the same harness: `timm.create_model('convnet_aig_resnet34')`. One gate a block decides
-from the block's input whether its residual branch runs, and a loss drives each block to be run for a target share of
-the images.
+A baseline for channel gating: `timm.create_model('convnet_aig_resnet34')`. One gate per block decides from the block's
+input whether the residual branch is executed. A loss drives the execution rate of each block to a target.
 
 Paper: Convolutional Networks with Adaptive Inference Graphs (https://arxiv.org/abs/1711.11503)
 
 The gate is the channel gate with two outputs, closed and open. A straight-through Gumbel-softmax sample of the two is
-a binary concrete sample of their difference, which is what is drawn here. Differences from the original: evaluation has
-no noise, where the original keeps it; gates have no weight decay, as all gates here; their first layer starts as torch
-has it; and a training batch of one image is normalised as in `ChannelGate`. Targets by block are the original's for
-ResNet-50 and ResNet-101; elsewhere all blocks have the same one.
+a binary concrete sample of their difference, and is computed as such. Differences from the original:
+
+- Evaluation has no noise.
+- Gates have no weight decay, like all gates here.
+- The first layer of the gate has torch's default initialization.
+- A training batch of one image is normalized as in `ChannelGate`.
+
+ResNet-50 and ResNet-101 have the original's targets per block. In all other networks all blocks have the same target.
 """
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
@@ -33,6 +36,7 @@ from ..layers import (
 )
 from ..loss import Objective, Step, Term
 from ..utils import check_number
+from ._method import GatingMethod
 from ._registry import weights_file
 from .cifar_resnet import cifar_cfg
 from .gated_cifar_resnet import GatedCifarResNet, build_cifar_resnet
@@ -42,20 +46,20 @@ __all__ = ['AigBasicBlock', 'AigBottleneck', 'AigGate', 'TargetRate', 'target_ra
 
 IMAGENET_RECIPE: Dict[str, Any] = dict(target_rate=0.7, target_weight=1.)
 CIFAR10_RECIPE: Dict[str, Any] = dict(target_rate=0.6, target_weight=2.)
-# The original's targets for the 16 blocks of ResNet-50; None is the target rate.
+# Targets of the original per block; None stands for `target_rate`. ResNet-101 was trained with rates of 0.3 and 0.5.
 RESNET50_RATES = (1, 1, 0.8, 1, *[None] * 3, 1, *[None] * 5, 1, 0.7, 1)
-RESNET101_RATES = (*[1] * 8, *[None] * 25)  # likewise; it was trained with target rates of 0.3 and 0.5
+RESNET101_RATES = (*[1] * 8, *[None] * 25)
 
 
 class AigGate(ChannelGate):
-    """One binary decision for a block, from its pooled input, [N, in_channels].
+    """One binary decision per block, from the block's pooled input [N, in_channels].
 
     Args:
-        in_channels: Channels of the block's input.
-        num_gates: Blocks to switch.
+        in_channels: Number of input channels of the block.
+        num_gates: Number of decisions per image, 1 for a block.
         hidden_channels: Width of the hidden layer.
         temperature: Temperature of the Gumbel-softmax.
-        bias: Initial biases of closed and open; by default about 87 % of the blocks run.
+        bias: Initial biases of closed and open. With the default about 87 % of the blocks are executed.
     """
 
     def __init__(
@@ -85,13 +89,13 @@ class AigGate(ChannelGate):
 
 
 class _AigBlock(nn.Module):
-    """Mixin over timm's blocks: the residual branch times a gate.
+    """Mixin over timm's blocks that multiplies the residual branch by a gate.
 
     Args:
         inplanes: Input channel dimensionality.
-        *args: As for timm's block.
-        gate_layer: Makes a gate from (in_channels, num_gates).
-        **kwargs: As for timm's block.
+        *args: Arguments of timm's block.
+        gate_layer: Factory of the gate, called with (in_channels, num_gates).
+        **kwargs: Keyword arguments of timm's block.
     """
 
     convs: Tuple[str, ...]
@@ -116,7 +120,7 @@ class _AigBlock(nn.Module):
 
 
 class AigBasicBlock(_AigBlock, BasicBlock):
-    """timm's BasicBlock, run or skipped."""
+    """timm's BasicBlock, executed or skipped per image."""
 
     convs = ('conv1', 'conv2')
 
@@ -128,7 +132,7 @@ class AigBasicBlock(_AigBlock, BasicBlock):
 
 
 class AigBottleneck(_AigBlock, Bottleneck):
-    """timm's Bottleneck, run or skipped."""
+    """timm's Bottleneck, executed or skipped per image."""
 
     convs = ('conv1', 'conv2', 'conv3')
 
@@ -140,23 +144,23 @@ class AigBottleneck(_AigBlock, Bottleneck):
 
 
 def target_rate_loss(rates: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean over the blocks of the squared distance from target to rate, taken as zero where the target is 1.
+    """Mean over blocks of the squared difference between rate and target. Blocks with a target of 1 count as zero.
 
     Args:
-        rates: Share of the batch for which each block ran, [blocks].
-        targets: Share for which each should, [blocks].
+        rates: Execution rate of each block over the batch, [blocks].
+        targets: Target rate of each block, [blocks].
     """
     return ((targets - rates) ** 2 * (targets < 1)).mean()
 
 
 class TargetRate(Objective):
-    """Drives each block to run for a target share of the images.
+    """Loss that drives the execution rate of each block to its target.
 
     Args:
-        target_rate: Share of the images.
+        target_rate: Target share of images that execute a block.
         target_weight: Weight of the loss.
-        block_rates: Targets of single blocks, in their order; None for `target_rate`, 1 to leave a block out of the
-            loss. By default all blocks have the same.
+        block_rates: Target rates per block. None stands for `target_rate`; 1 excludes a block from the loss. By default
+            all blocks have `target_rate`.
     """
 
     def __init__(
@@ -196,37 +200,42 @@ default_cfgs = generate_default_cfgs({
     **{f'convnet_aig_resnet{depth}.untrained': cifar_cfg(paper_ids='arXiv:1711.11503') for depth in (20, 32, 38, 110)},
 })
 
-_METHOD: Dict[str, Any] = dict(gate_layer=AigGate, objective=TargetRate)
+METHOD = GatingMethod(
+    gate_layer=AigGate,
+    gate_options=dict(gate_hidden='hidden_channels', gate_temperature='temperature', gate_bias='bias'),
+    objective=TargetRate,
+    objective_options=('target_rate', 'target_weight', 'block_rates'),
+)
 
 
 def _create_imagenet(depth: int, pretrained: bool = False, **kwargs) -> GatedResNet:
-    variant = f'convnet_aig_resnet{depth}'
-    return build_imagenet_resnet(variant, depth, pretrained, recipe=IMAGENET_RECIPE, **_METHOD, **kwargs)
+    return build_imagenet_resnet(
+        f'convnet_aig_resnet{depth}', depth, pretrained, method=METHOD, recipe=IMAGENET_RECIPE, **kwargs)
 
 
 def _create_cifar(depth: int, pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    variant = f'convnet_aig_resnet{depth}'
     model_args = dict(block=AigBasicBlock, recipe=CIFAR10_RECIPE)
-    return build_cifar_resnet(variant, depth, pretrained, **_METHOD, **dict(model_args, **kwargs))
+    return build_cifar_resnet(
+        f'convnet_aig_resnet{depth}', depth, pretrained, method=METHOD, **dict(model_args, **kwargs))
 
 
 @register_model
 def convnet_aig_resnet18(pretrained: bool = False, **kwargs) -> GatedResNet:
-    """Constructs a ResNet-18 of blocks that are run or skipped."""
+    """Constructs a ConvNet-AIG ResNet-18."""
     model_args = dict(block=AigBasicBlock, layers=(2, 2, 2, 2))
     return _create_imagenet(18, pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def convnet_aig_resnet34(pretrained: bool = False, **kwargs) -> GatedResNet:
-    """Constructs a ResNet-34 of blocks that are run or skipped."""
+    """Constructs a ConvNet-AIG ResNet-34."""
     model_args = dict(block=AigBasicBlock, layers=(3, 4, 6, 3))
     return _create_imagenet(34, pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def convnet_aig_resnet50(pretrained: bool = False, **kwargs) -> GatedResNet:
-    """Constructs a ResNet-50 of blocks that are run or skipped, with the original's targets by block."""
+    """Constructs a ConvNet-AIG ResNet-50 with the targets of the original per block."""
     model_args = dict(block=AigBottleneck, layers=(3, 4, 6, 3))
     if 'layers' not in kwargs:
         model_args.update(block_rates=RESNET50_RATES)
@@ -235,7 +244,7 @@ def convnet_aig_resnet50(pretrained: bool = False, **kwargs) -> GatedResNet:
 
 @register_model
 def convnet_aig_resnet101(pretrained: bool = False, **kwargs) -> GatedResNet:
-    """Constructs a ResNet-101 of blocks that are run or skipped, with the original's targets by block."""
+    """Constructs a ConvNet-AIG ResNet-101 with the targets of the original per block."""
     model_args = dict(block=AigBottleneck, layers=(3, 4, 23, 3))
     if 'layers' not in kwargs:
         model_args.update(block_rates=RESNET101_RATES)
@@ -244,23 +253,23 @@ def convnet_aig_resnet101(pretrained: bool = False, **kwargs) -> GatedResNet:
 
 @register_model
 def convnet_aig_resnet20(pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    """Constructs a CIFAR ResNet-20 of blocks that are run or skipped."""
+    """Constructs a ConvNet-AIG CIFAR ResNet-20."""
     return _create_cifar(20, pretrained, **kwargs)
 
 
 @register_model
 def convnet_aig_resnet32(pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    """Constructs a CIFAR ResNet-32 of blocks that are run or skipped."""
+    """Constructs a ConvNet-AIG CIFAR ResNet-32."""
     return _create_cifar(32, pretrained, **kwargs)
 
 
 @register_model
 def convnet_aig_resnet38(pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    """Constructs a CIFAR ResNet-38 of blocks that are run or skipped."""
+    """Constructs a ConvNet-AIG CIFAR ResNet-38."""
     return _create_cifar(38, pretrained, **kwargs)
 
 
 @register_model
 def convnet_aig_resnet110(pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    """Constructs a CIFAR ResNet-110 of blocks that are run or skipped."""
+    """Constructs a ConvNet-AIG CIFAR ResNet-110."""
     return _create_cifar(110, pretrained, **kwargs)

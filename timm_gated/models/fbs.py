@@ -1,20 +1,20 @@
-"""Feature boosting and suppression: the most salient channels are computed and scaled, the others are not
+"""Feature boosting and suppression: only the most salient channels are computed, and scaled by their saliency
 
-A rival of channel gating, in the same harness: `timm.create_model('fbs_resnet18', density=0.5)`. Before a convolution
-runs, its input predicts how salient each of its output channels will be; a fixed share of them, the density, wins.
+A baseline for channel gating: `timm.create_model('fbs_resnet18', density=0.5)`. The saliency of each output channel of
+a convolution is predicted from the convolution's input. A fixed share of the channels, the density, is computed.
 
 Paper: Dynamic Channel Pruning: Feature Boosting and Suppression (https://arxiv.org/abs/1810.05331)
 
-A convolution puts out mask * (g * norm(conv(x)) + beta), with the saliency g = relu(FC(mean |x|)), the mask of the
-largest of g, and the norm's shift beta; the activation follows. Ours, or our reading, are:
+The output of a convolution is mask * (g * norm(conv(x)) + beta), with the saliency g = relu(FC(mean |x|)), the mask of
+the largest g, and the norm's shift beta. The activation follows. Where the paper leaves a choice:
 
-- Both convolutions of a block have a saliency over their outputs, the second one before the sum. What comes out of the
-  sum is whole, so the first convolution of a block reads all channels, and the second those that won. Stem and
-  shortcuts stay as they are.
-- The saliency takes the place of the norm's scale. Norms keep theirs as well, a factor that starts at 1: dense
-  checkpoints have it, and so load by name. Where FC weights are 0 and biases 1, every g is 1, and at density 1 the
-  network is the dense one. Winners are chosen by g alone.
-- The L1 loss is the sum of g over all channels, its mean over the batch.
+- Both convolutions of a block have a saliency over their outputs, the second one before the sum with the shortcut. The
+  sum has all channels, so the first convolution of a block reads all channels, and the second one reads the winners.
+  Stem and shortcuts have no saliency.
+- The saliency replaces the norm's scale. Norms keep their scale too, as a factor that starts at 1, so that dense
+  checkpoints load by name. With FC weights 0 and biases 1, every g is 1, and at density 1 the network equals the dense
+  one. Winners are selected by g alone.
+- The L1 loss is the sum of g over all channels, averaged over the batch.
 """
 import math
 from typing import Any, Callable, Dict, List, Optional
@@ -27,23 +27,24 @@ from timm.models.resnet import BasicBlock
 from ..layers import Gate, GatedConvs, GatePool, add_shortcut, gate_scores
 from ..loss import Epochs, Objective, Scheduled, Step, Term, check_epochs, linear_warmup
 from ..utils import check_number
+from ._method import GatingMethod
 from .cifar_resnet import cifar_cfg
 from .gated_cifar_resnet import GatedCifarResNet, build_cifar_resnet
 from .gated_resnet import GatedResNet, build_imagenet_resnet, imagenet_cfg
 
 __all__ = ['FbsBasicBlock', 'SaliencyGate', 'Suppression', 'boost', 'winners']
 
-# Ours: the density falls while the learning rate is high.
+# Our choice: the density falls while the learning rate is high.
 IMAGENET_RECIPE: Dict[str, Any] = dict(density_epochs=(0, 30))
 CIFAR10_RECIPE: Dict[str, Any] = dict(density_epochs=(0, 100))
 
 
 def winners(scores: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Mask of the largest values of each row; of equal ones, any.
+    """Mask of the largest values of each row. Ties are broken arbitrarily.
 
     Args:
-        scores: [N, channels].
-        count: How many win, a number in a tensor: it changes in training, and a compiled graph need not.
+        scores: Saliencies, [N, channels].
+        count: Number of winners per row, as a tensor, so that a compiled graph need not change with it.
     """
     order = scores.argsort(dim=1, descending=True)
     won = torch.arange(scores.shape[1], device=scores.device) < count
@@ -51,31 +52,31 @@ def winners(scores: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
 
 
 def boost(x: torch.Tensor, weights: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """mask * (g * (x - shift) + shift): the saliency scales what a norm puts out, but not the norm's shift.
+    """Scale the output of a norm by the saliency, but not the norm's shift: mask * (g * (x - shift) + shift).
 
     Args:
         x: Output of the norm, [N, C, H, W].
         weights: mask * g and mask, [N, 2, C].
-        shift: Of the norm, [C].
+        shift: Bias of the norm, [C].
     """
     scale, mask = weights.to(x.dtype).unbind(1)
     return x * scale[:, :, None, None] + ((mask - scale) * shift.to(x.dtype))[:, :, None, None]
 
 
 class SaliencyGate(Gate):
-    """Keeps the most salient of a convolution's outputs, by the pooled magnitudes of its input, [N, in_channels].
+    """Selects the most salient outputs of a convolution, from the pooled magnitudes of its input [N, in_channels].
 
-    Its `logits` are the saliencies before their ReLU: where that leaves zeros, they tell which of them is the larger.
-    What it hands to the block is [N, 2, num_gates]: mask * saliency, and the mask.
+    `logits` are the saliencies before the ReLU, so that they also order channels with a saliency of zero. `forward`
+    returns mask * saliency and the mask, [N, 2, num_gates].
 
     Args:
-        in_channels: Channels of the input.
-        num_gates: Channels of the output.
+        in_channels: Number of input channels of the convolution.
+        num_gates: Number of output channels of the convolution.
         bias: Initial bias of the saliencies.
 
     Attributes:
-        density: Share of the channels that win, see `set_density`.
-        num_open: Their number, in a tensor.
+        density: Share of the channels that are computed, see `set_density`.
+        num_open: Number of these channels, as a tensor.
     """
 
     log_odds = False
@@ -91,11 +92,11 @@ class SaliencyGate(Gate):
     ) -> None:
         super().__init__()
         self.fc = nn.Linear(in_channels, num_gates, device=device, dtype=dtype)
-        # Small, so that dense weights start as they are, and because saliencies grow with the maps that they scale:
-        # from large ones, a residual network runs away.
+        # Small weights keep a dense checkpoint close to itself. Large ones make a residual network diverge, because
+        # saliencies grow with the maps that they scale.
         nn.init.normal_(self.fc.weight, std=1e-3)
         nn.init.constant_(self.fc.bias, check_number(bias, 'bias of a gate'))
-        # Not part of a checkpoint: it follows from the option, or from the epoch of the training.
+        # Not part of a checkpoint: the option or the training epoch determines it.
         self.register_buffer('num_open', torch.tensor(0, device=device), persistent=False)
         self.set_density(1.)
 
@@ -104,12 +105,12 @@ class SaliencyGate(Gate):
         return self.fc.out_features
 
     def set_density(self, density: float) -> None:
-        """Let a share of the channels win, rounded up."""
+        """Set the share of the channels that are computed, rounded up to a whole number of channels."""
         self.density = density
         self.init_non_persistent_buffers()
 
     def init_non_persistent_buffers(self) -> None:
-        # (rounding errors must not add a channel: 0.07 * 100 is a little more than 7)
+        # Rounding errors must not add a channel: 0.07 * 100 is slightly more than 7.
         self.num_open.fill_(math.ceil(round(self.density * self.num_gates, 6)))
 
     def extra_repr(self) -> str:
@@ -129,15 +130,12 @@ class SaliencyGate(Gate):
 
 
 class FbsBasicBlock(BasicBlock):
-    """timm's BasicBlock with a saliency over the outputs of both convolutions, each read from the convolution's input.
+    """timm's BasicBlock with a saliency over the outputs of both convolutions.
 
     Args:
-        inplanes: Input channel dimensionality.
-        planes: Output channel dimensionality.
-        stride: Stride of the first convolution.
-        downsample: Optional downsample layer for the residual path.
-        gate_layer: Makes a gate from (in_channels, num_gates).
-        **kwargs: As for timm's BasicBlock.
+        *args: Arguments of timm's BasicBlock.
+        gate_layer: Factory of the gates, called with (in_channels, num_gates).
+        **kwargs: Keyword arguments of timm's BasicBlock.
     """
 
     bn1: Any
@@ -145,17 +143,14 @@ class FbsBasicBlock(BasicBlock):
 
     def __init__(
             self,
-            inplanes: int,
-            planes: int,
-            stride: int = 1,
-            downsample: Optional[nn.Module] = None,
+            *args,
             gate_layer: Callable[..., Gate] = SaliencyGate,
             device=None,
             dtype=None,
             **kwargs,
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
-        super().__init__(inplanes, planes, stride, downsample, **kwargs, **dd)
+        super().__init__(*args, **kwargs, **dd)  # type: ignore[misc]
         self.gate_pool = GatePool()
         self.gate1 = gate_layer(self.conv1.in_channels, self.conv1.out_channels, **dd)
         self.gate2 = gate_layer(self.conv2.in_channels, self.conv2.out_channels, **dd)
@@ -184,14 +179,14 @@ class FbsBasicBlock(BasicBlock):
 
 
 class Suppression(Objective):
-    """L1 on the saliencies, and the density: it falls from 1 over some epochs of a training.
+    """L1 loss on the saliencies, and the schedule of the density.
 
-    Evaluation in between takes the density of the epoch; a network that is not being trained, the one at the end.
+    During training, evaluation uses the density of the current epoch. A network that is not trained has the final one.
 
     Args:
-        density: Share of each convolution's channels that win in the end, above 0 and at most 1; 0.6 leaves about half
-            of the MACs of a ResNet.
-        density_epochs: Epochs over which it falls linearly from 1, or 'fixed'.
+        density: Final share of the channels of each convolution that are computed, above 0 and at most 1. A density of
+            0.6 leaves about half of the MACs of a ResNet.
+        density_epochs: Epochs over which the density falls linearly from 1, or 'fixed'.
         saliency_weight: Weight of the L1 loss.
     """
 
@@ -215,7 +210,7 @@ class Suppression(Objective):
         return [Scheduled('gates', 'density', 1., self.density, self.density_epochs, evaluated=True)]
 
     def density_at(self, epoch: float) -> float:
-        """Density of an epoch."""
+        """Density at an epoch."""
         if self.density_epochs == 'fixed':
             return self.density
         return 1 - linear_warmup(epoch, 1 - self.density, *self.density_epochs)
@@ -243,41 +238,50 @@ default_cfgs = generate_default_cfgs({
 })
 
 
-def _options(recipe: Dict[str, Any], kwargs: Dict[str, Any]) -> Dict[str, Any]:
+METHOD = GatingMethod(
+    gate_layer=SaliencyGate,
+    gate_options=dict(gate_bias='bias'),
+    objective=Suppression,
+    objective_options=('density', 'density_epochs', 'saliency_weight'),
+)
+
+
+def _create(create: Callable[..., Any], depth: int, pretrained: bool = False, **kwargs) -> Any:
     if kwargs.get('budget') is not None:
         raise ValueError(
-            f'how much a network of saliencies computes is decided by its density, not learnt: it cannot be trained to '
-            f'a budget, got budget={kwargs["budget"]}.')
-    return dict(dict(block=FbsBasicBlock, gate_layer=SaliencyGate, objective=Suppression, recipe=recipe), **kwargs)
+            f'the MACs of this network are decided by its density, not learnt: it cannot be trained to a budget, got '
+            f'budget={kwargs["budget"]}.')
+    model_args = dict(block=FbsBasicBlock)
+    return create(f'fbs_resnet{depth}', depth, pretrained, method=METHOD, **dict(model_args, **kwargs))
 
 
 def _create_imagenet(depth: int, pretrained: bool = False, **kwargs) -> GatedResNet:
-    return build_imagenet_resnet(f'fbs_resnet{depth}', depth, pretrained, **_options(IMAGENET_RECIPE, kwargs))
+    return _create(build_imagenet_resnet, depth, pretrained, **dict(dict(recipe=IMAGENET_RECIPE), **kwargs))
 
 
 def _create_cifar(depth: int, pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    return build_cifar_resnet(f'fbs_resnet{depth}', depth, pretrained, **_options(CIFAR10_RECIPE, kwargs))
+    return _create(build_cifar_resnet, depth, pretrained, **dict(dict(recipe=CIFAR10_RECIPE), **kwargs))
 
 
 @register_model
 def fbs_resnet18(pretrained: bool = False, **kwargs) -> GatedResNet:
-    """Constructs a ResNet-18 of which the most salient channels are computed."""
+    """Constructs a ResNet-18 with feature boosting and suppression."""
     return _create_imagenet(18, pretrained, **dict(dict(layers=(2, 2, 2, 2)), **kwargs))
 
 
 @register_model
 def fbs_resnet34(pretrained: bool = False, **kwargs) -> GatedResNet:
-    """Constructs a ResNet-34 of which the most salient channels are computed."""
+    """Constructs a ResNet-34 with feature boosting and suppression."""
     return _create_imagenet(34, pretrained, **dict(dict(layers=(3, 4, 6, 3)), **kwargs))
 
 
 @register_model
 def fbs_resnet20(pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    """Constructs a CIFAR ResNet-20 of which the most salient channels are computed."""
+    """Constructs a CIFAR ResNet-20 with feature boosting and suppression."""
     return _create_cifar(20, pretrained, **kwargs)
 
 
 @register_model
 def fbs_resnet32(pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    """Constructs a CIFAR ResNet-32 of which the most salient channels are computed."""
+    """Constructs a CIFAR ResNet-32 with feature boosting and suppression."""
     return _create_cifar(32, pretrained, **kwargs)

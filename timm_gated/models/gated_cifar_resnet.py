@@ -4,8 +4,8 @@ The CIFAR ResNets with the paper's channel gates in every block: `timm.create_mo
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
-`gated_resnet20_w10` and `_w20` widen the inner, gated map of every block by 10 and 20; the paper says "per-block width"
-and does not define it.
+`gated_resnet20_w10` and `_w20` widen the inner, gated map of every block by factors of 10 and 20. This is our reading
+of the paper's "per-block width", which it does not define.
 """
 from typing import Any, Dict, Optional, Type
 
@@ -16,6 +16,7 @@ from ._builder import build_gated_net, from_dense_options
 from ._gated_net import GatedNet
 from ._registry import weights_file
 from .cifar_resnet import CIFAR_DEPTHS, CifarResNet, cifar_cfg, cifar_layers
+from .gated_resnet import CHANNEL_GATING
 
 __all__ = ['CIFAR10_RECIPE', 'GatedCifarResNet', 'build_cifar_resnet']
 
@@ -26,7 +27,7 @@ CIFAR10_RECIPE: Dict[str, Any] = dict(lam=0.75, lam_epochs=(0, 100), gamma=0.05,
 
 
 class GatedCifarResNet(GatedNet, CifarResNet):
-    """CifarResNet of gated blocks, with the gate losses it is trained with."""
+    """CifarResNet of gated blocks."""
 
 
 def _cfg(**kwargs) -> Dict[str, Any]:
@@ -49,7 +50,7 @@ def build_cifar_resnet(
         model_cls: Type[GatedCifarResNet] = GatedCifarResNet,
         **kwargs,
 ) -> Any:
-    """Build a gated CIFAR ResNet of any method: `build_gated_net` with what depends on the depth."""
+    """Build a gated CIFAR ResNet with any method, see `build_gated_net`."""
     return build_gated_net(
         model_cls,
         variant,
@@ -71,7 +72,7 @@ def _create_gated_resnet(
     options = from_dense_options(from_dense, kwargs.get('schedule_epochs'))
     model_args = dict(block=GatedBasicBlock, recipe=CIFAR10_RECIPE, **options)
     return build_cifar_resnet(
-        variant or f'gated_resnet{depth}', depth, pretrained, **dict(model_args, **kwargs))
+        variant or f'gated_resnet{depth}', depth, pretrained, method=CHANNEL_GATING, **dict(model_args, **kwargs))
 
 
 @register_model
@@ -118,13 +119,13 @@ def gated_resnet110(pretrained: bool = False, **kwargs) -> GatedCifarResNet:
 
 @register_model
 def gated_resnet20_w10(pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    """Constructs a CIFAR ResNet-20 with channel gates, the inner map of every block 10 times as wide."""
+    """Constructs a CIFAR ResNet-20 with channel gates and inner maps 10 times as wide."""
     model_args = dict(inner_width=10)
     return _create_gated_resnet(20, pretrained, variant='gated_resnet20_w10', **dict(model_args, **kwargs))
 
 
 @register_model
 def gated_resnet20_w20(pretrained: bool = False, **kwargs) -> GatedCifarResNet:
-    """Constructs a CIFAR ResNet-20 with channel gates, the inner map of every block 20 times as wide."""
+    """Constructs a CIFAR ResNet-20 with channel gates and inner maps 20 times as wide."""
     model_args = dict(inner_width=20)
     return _create_gated_resnet(20, pretrained, variant='gated_resnet20_w20', **dict(model_args, **kwargs))

@@ -12,11 +12,24 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, register_model
 from timm.models.resnet import ResNet
 
-from ..layers import GatedBasicBlock, GatedBottleneck
+from ..layers import ChannelGate, GatedBasicBlock, GatedBottleneck
+from ..loss import GateLosses
 from ._builder import build_gated_net, from_dense_options
 from ._gated_net import GatedNet
+from ._method import GatingMethod
 
-__all__ = ['GatedResNet', 'IMAGENET_RECIPE', 'build_imagenet_resnet', 'imagenet_cfg']
+__all__ = ['CHANNEL_GATING', 'GatedResNet', 'IMAGENET_RECIPE', 'build_imagenet_resnet', 'imagenet_cfg']
+
+# The method of the paper, for ImageNet and CIFAR.
+CHANNEL_GATING = GatingMethod(
+    gate_layer=ChannelGate,
+    gate_options=dict(gate_hidden='hidden_channels', gate_temperature='temperature', gate_bias='bias'),
+    objective=GateLosses,
+    objective_options=(
+        'lam', 'lam_epochs', 'gamma', 'gamma_epochs', 'prior', 'prior_end', 'prior_epochs', 'lam_reduction',
+        'gamma_reduction', 'noise_epochs', 'log_interval', 'snapshot_dir', 'snapshot_gates'),
+    block_options=('gated_maps', 'gate_before_act'),
+)
 
 # The paper's schedule: lambda = 0.75 falls to 0 over epochs 0-20, gamma ramps up over epochs 30-60 (of 150).
 # Its trade-off points are gamma = 0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3 and 0.4.
@@ -25,7 +38,7 @@ IMAGENET_RECIPE: Dict[str, Any] = dict(lam=0.75, lam_epochs=(0, 20), gamma=0.05,
 
 
 class GatedResNet(GatedNet, ResNet):
-    """timm's ResNet of gated blocks, with the gate losses it is trained with."""
+    """timm's ResNet of gated blocks."""
 
 
 def imagenet_cfg(**kwargs) -> Dict[str, Any]:
@@ -49,7 +62,7 @@ def _dense_cfg(depth: int) -> Dict[str, Any]:
 
 
 default_cfgs = generate_default_cfgs({
-    # (the star, and the second place, make the untrained config the default one)
+    # The star, together with the second place, makes the untrained config the default.
     'gated_resnet18.dense_a1_in1k': _dense_cfg(18),
     'gated_resnet18.untrained*': imagenet_cfg(),
     'gated_resnet34.dense_a1_in1k': _dense_cfg(34),
@@ -70,7 +83,7 @@ def build_imagenet_resnet(
         model_cls: Type[GatedResNet] = GatedResNet,
         **kwargs,
 ) -> Any:
-    """Build a gated ResNet for ImageNet of any method: `build_gated_net` with what depends on the depth."""
+    """Build a gated ResNet for ImageNet with any method, see `build_gated_net`."""
     return build_gated_net(
         model_cls, variant, pretrained, dense_variant=f'slim_resnet{depth}', recipe_epochs=IMAGENET_EPOCHS, **kwargs)
 
@@ -82,7 +95,8 @@ def _create_gated_resnet(
         **kwargs,
 ) -> GatedResNet:
     model_args = dict(recipe=IMAGENET_RECIPE, **from_dense_options(from_dense, kwargs.get('schedule_epochs')))
-    return build_imagenet_resnet(f'gated_resnet{depth}', depth, pretrained, **dict(model_args, **kwargs))
+    return build_imagenet_resnet(
+        f'gated_resnet{depth}', depth, pretrained, method=CHANNEL_GATING, **dict(model_args, **kwargs))
 
 
 @register_model

@@ -1,16 +1,17 @@
-"""GaterNet: a network beside the network chooses its filters
+"""GaterNet: a second network selects the filters of the first
 
-A rival of channel gating, in the same harness: `timm.create_model('gaternet_resnet50')`. Where other methods decide
-block by block, from what the network has computed so far, here a network of its own, the gater, reads the image and
-decides about all filters before the network runs.
+A baseline for channel gating: `timm.create_model('gaternet_resnet50')`. A second network, the gater, reads the image
+and decides on all filters before the network runs. Other methods decide block by block, from the features so far.
 
 Paper: You Look Twice: GaterNet for Dynamic Filter Selection in CNNs (https://arxiv.org/abs/1811.11205)
 
-The gater's features go through a bottleneck, FC, BN, ReLU, and an FC to one logit a filter, of which improved semantic
-hashing makes gates. Gated are the inner maps of all blocks, after the ReLU, as by `GatedBasicBlock` and
-`GatedBottleneck`. Ours are the gater's architectures: ResNet-18 for ImageNet, and for CIFAR a ResNet-20 of one block a
-stage and half the width, as a whole one would cost as much as the network in which it is to save; the widths of the
-bottleneck; the weight of the loss; and a bias by which most gates start open. All of the gater counts as overhead.
+The gater's features go through a bottleneck (FC, BN, ReLU) and an FC to one logit per filter. Improved semantic hashing
+turns the logits into gates. The inner maps of all blocks are gated after the ReLU, as in `GatedBasicBlock` and
+`GatedBottleneck`. All MACs of the gater count as overhead. The following choices are ours:
+
+- The gater is a ResNet-18 for ImageNet. For CIFAR it is a ResNet-20 with one block per stage and half the width; a
+  complete ResNet-20 would cost as much as the gated network.
+- The width of the bottleneck, the weight of the loss, and the initial bias, with which most gates start open.
 """
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
@@ -23,6 +24,7 @@ from ..layers import Gate, GatedBasicBlock, GatedBlock, GatedBottleneck, Gating,
 from ..loss import Objective, Step, Term
 from ..utils import check_number, full_precision
 from ._carry import CarryNet
+from ._method import NETWORK_OPTIONS, GatingMethod
 from .cifar_resnet import cifar_cfg
 from .gated_cifar_resnet import GatedCifarResNet, build_cifar_resnet
 from .gated_resnet import GatedResNet, build_imagenet_resnet, imagenet_cfg
@@ -31,27 +33,27 @@ __all__ = ['Gater', 'GaterCifarResNet', 'GaterResNet', 'GateSparsity', 'HashingG
 
 
 def semantic_hashing(logits: torch.Tensor) -> torch.Tensor:
-    """Gates by improved semantic hashing: with noise; 0 or 1 for every other image of the batch, soft for the rest.
+    """Noisy gates by improved semantic hashing: 0 or 1 for every other image of the batch, soft for the rest.
 
-    All have the gradient of the soft ones.
+    All gates have the gradient of the soft ones.
 
     Args:
-        logits: [N, gates].
+        logits: Logits of the gates, [N, gates].
     """
     noisy = logits + torch.randn_like(logits)
     soft = (1.2 * torch.sigmoid(noisy) - 0.1).clamp(0, 1)
     hard = (noisy > 0).to(soft.dtype) + (soft - soft.detach())  # the bracket is exactly zero
-    # Which half is which does not matter, as batches are shuffled; but an image has gates of one kind throughout.
+    # All gates of an image are of the same kind. Batches are shuffled, so the choice of images does not matter.
     alternate = torch.arange(len(logits), device=logits.device) % 2 == 0
     return torch.where(alternate[:, None], hard, soft)
 
 
 class HashingGate(Gate):
-    """A gate that reads its logits, [N, num_gates], which are the gater's.
+    """Gate whose input is its logits, [N, num_gates], computed by the gater.
 
     Args:
-        in_channels: Channels of the block's input.
-        num_gates: Filters to switch.
+        in_channels: Number of input channels of the block, not used.
+        num_gates: Number of gated filters.
     """
 
     log_odds = False
@@ -76,12 +78,12 @@ class HashingGate(Gate):
 
 @register_notrace_module
 class Gater(Gating):
-    """Reads the images, and gives the logits of all gates, [N, num_gates].
+    """Network that computes the logits of all gates, [N, num_gates], from the images.
 
     Args:
         num_gates: Number of gates of all blocks.
-        network: Name of the timm model that makes features of an image.
-        network_args: Its options.
+        network: Name of the timm model that extracts the features.
+        network_args: Options of that model.
         hidden_channels: Width of the bottleneck.
         bias: Initial bias of the logits.
         in_chans: Number of input channels.
@@ -115,19 +117,17 @@ class Gater(Gating):
 
 
 class _GaterNet(CarryNet):
-    """Mixin over a gated network of hashing gates: the gater runs first, and its logits go from block to block.
+    """Mixin over a network of hashing gates. The gater runs first, and its logits are passed from block to block.
 
     Args:
-        *args: Of the network.
-        gater: Name of the timm model that reads the image.
-        gater_args: Its options.
+        *args: Arguments of the network.
+        gater: Name of the timm model that reads the images.
+        gater_args: Options of that model.
         gater_hidden: Width of the bottleneck after it.
-        gater_bias: Initial bias of the gates' logits.
+        gater_bias: Initial bias of the logits.
         in_chans: Number of input channels.
-        **kwargs: Of the network.
+        **kwargs: Keyword arguments of the network.
     """
-
-    gating_options = (*CarryNet.gating_options, 'gater', 'gater_args', 'gater_hidden', 'gater_bias')
 
     def __init__(
             self,
@@ -145,13 +145,13 @@ class _GaterNet(CarryNet):
         super().__init__(*args, in_chans=in_chans, **kwargs, **dd)
         num_gates = sum(gate.num_gates for _, gate in gates(self))
         self.gater = Gater(num_gates, gater, gater_args, gater_hidden, gater_bias, in_chans, **dd)
-        self._modules = {'gater': self._modules.pop('gater'), **self._modules}  # in the order in which they run
+        self._modules = {'gater': self._modules.pop('gater'), **self._modules}  # in the order of execution
 
     def begin(self, images: torch.Tensor) -> torch.Tensor:
         return self.gater(images)
 
     def prune_intermediate_layers(self, *args, **kwargs) -> List[int]:
-        """As timm's, which makes a backbone of the network; what the classifier was trained with goes with the head."""
+        """Prune layers as timm does. Without the head the objectives of the classifier are removed too."""
         indices = super().prune_intermediate_layers(*args, **kwargs)  # type: ignore[misc]
         if not self.num_classes:
             for name in [name for name, child in self.named_children() if isinstance(child, Objective)]:
@@ -160,36 +160,36 @@ class _GaterNet(CarryNet):
 
 
 class GaterResNet(_GaterNet, GatedResNet):
-    """GatedResNet whose gates are decided by a gater."""
+    """GatedResNet whose gates a gater controls."""
 
 
 class GaterCifarResNet(_GaterNet, GatedCifarResNet):
-    """GatedCifarResNet whose gates are decided by a gater."""
+    """GatedCifarResNet whose gates a gater controls."""
 
 
 class _GaterBlock(GatedBlock):
-    """Mixin over gated blocks: their gates do not read the block's input, but what the gater says."""
+    """Mixin over gated blocks whose gates read the logits of the gater instead of the block's input."""
 
     gate_pool: Any
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.gate_pool = nn.Identity()  # there is nothing to pool
+        self.gate_pool = nn.Identity()
 
     def step(self, x: torch.Tensor, logits: Optional[torch.Tensor]) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Run the block; the logits are those of this and of later blocks, and for the next one of later blocks."""
+        """Run the block with the first of the logits; returns its output and the logits of the later blocks."""
         if logits is None:
-            raise RuntimeError('the gates were told nothing about this input: the gater has to read the images first.')
+            raise RuntimeError('the gates have no logits for this input: the gater has to read the images first.')
         count = sum(gate.num_gates for gate in self._gates().values())
-        own, later = logits[:, :count], logits[:, count:]  # (first: to a tracer, what a stage does last is its output)
+        own, later = logits[:, :count], logits[:, count:]  # before the call: fx takes the last node as the output
         return self(x, own), later
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """Run the block.
 
         Args:
-            x: Its input.
-            logits: Those of its gates, in the order of the maps, [N, num_gates].
+            x: Input of the block.
+            logits: Logits of its gates, in the order of the maps, [N, num_gates].
         """
         masks: MapMasks = {}
         for index, gate in self._gates().items():
@@ -202,15 +202,15 @@ class _GaterBlock(GatedBlock):
 
 
 class GaterBasicBlock(_GaterBlock, GatedBasicBlock):  # type: ignore[misc]
-    """GatedBasicBlock whose gate is decided beforehand."""
+    """GatedBasicBlock whose gate reads the logits of the gater."""
 
 
 class GaterBottleneck(_GaterBlock, GatedBottleneck):  # type: ignore[misc]
-    """GatedBottleneck whose gates are decided beforehand."""
+    """GatedBottleneck whose gates read the logits of the gater."""
 
 
 class GateSparsity(Objective):
-    """L1 on the gates, divided by their number.
+    """L1 loss on the gates, divided by their number.
 
     Args:
         sparsity_weight: Weight of the loss.
@@ -233,13 +233,20 @@ default_cfgs = generate_default_cfgs({
     **{f'gaternet_resnet{depth}.untrained': cifar_cfg(paper_ids='arXiv:1811.11205') for depth in (20, 32)},
 })
 
-_METHOD: Dict[str, Any] = dict(gate_layer=HashingGate, objective=GateSparsity)
+METHOD = GatingMethod(
+    gate_layer=HashingGate,
+    gate_options={},
+    objective=GateSparsity,
+    objective_options=('sparsity_weight',),
+    block_options=('gated_maps', 'gate_before_act'),
+    network_options=(*NETWORK_OPTIONS, 'gater', 'gater_args', 'gater_hidden', 'gater_bias'),
+)
 _CIFAR_GATER: Dict[str, Any] = dict(
     gater='cifar_resnet20', gater_args=dict(layers=(1, 1, 1), channels=(8, 16, 32)), gater_hidden=16)
 
 
 def _by_getter(kwargs: Dict[str, Any]) -> Dict[str, Any]:
-    """Options of an entry point by which features come from `forward_intermediates`, not from children run in turn."""
+    """Let features_only use `forward_intermediates` instead of running the children one after the other."""
     feature_cls = kwargs.get('feature_cls', 'list')
     if not kwargs.get('features_only') or feature_cls not in ('list', 'dict'):
         return kwargs
@@ -251,25 +258,25 @@ def _by_getter(kwargs: Dict[str, Any]) -> Dict[str, Any]:
 def _create_cifar(depth: int, pretrained: bool = False, **kwargs) -> GaterCifarResNet:
     model_args = dict(_CIFAR_GATER, block=GaterBasicBlock)
     return build_cifar_resnet(
-        f'gaternet_resnet{depth}', depth, pretrained, GaterCifarResNet, **_METHOD,
+        f'gaternet_resnet{depth}', depth, pretrained, GaterCifarResNet, method=METHOD,
         **_by_getter(dict(model_args, **kwargs)))
 
 
 @register_model
 def gaternet_resnet50(pretrained: bool = False, **kwargs) -> GaterResNet:
-    """Constructs a ResNet-50 whose filters a ResNet-18 chooses."""
+    """Constructs a GaterNet ResNet-50 with a ResNet-18 as gater."""
     model_args = dict(block=GaterBottleneck, layers=(3, 4, 6, 3))
     return build_imagenet_resnet(
-        'gaternet_resnet50', 50, pretrained, GaterResNet, **_METHOD, **_by_getter(dict(model_args, **kwargs)))
+        'gaternet_resnet50', 50, pretrained, GaterResNet, method=METHOD, **_by_getter(dict(model_args, **kwargs)))
 
 
 @register_model
 def gaternet_resnet20(pretrained: bool = False, **kwargs) -> GaterCifarResNet:
-    """Constructs a CIFAR ResNet-20 whose filters a smaller one chooses."""
+    """Constructs a GaterNet CIFAR ResNet-20 with a smaller one as gater."""
     return _create_cifar(20, pretrained, **kwargs)
 
 
 @register_model
 def gaternet_resnet32(pretrained: bool = False, **kwargs) -> GaterCifarResNet:
-    """Constructs a CIFAR ResNet-32 whose filters a smaller one chooses."""
+    """Constructs a GaterNet CIFAR ResNet-32 with a smaller ResNet-20 as gater."""
     return _create_cifar(32, pretrained, **kwargs)

@@ -1,20 +1,19 @@
-"""SkipNet: residual blocks that are skipped, as the blocks before them decide
+"""SkipNet: residual blocks that are skipped per image
 
-A rival of channel gating, in the same harness: `timm.create_model('skipnet_resnet38')`. The gate after a block decides
-whether the next one runs, x = m * block(x) + (1 - m) * x. Gates are trained first along with the network, and then by
-reinforcement learning with a reward for skipped blocks, which is another `stage`.
+A baseline for channel gating: `timm.create_model('skipnet_resnet38')`. The gate after a block decides whether the next
+block is executed, x = m * block(x) + (1 - m) * x. Gates are first trained with the network, then by reinforcement
+learning with a reward for skipped blocks (option `stage`).
 
 Paper: SkipNet: Learning Dynamic Routing in Convolutional Networks (https://arxiv.org/abs/1711.09485)
 
-What a gate reads, the output of the block before, is the input of the block that it switches, and so it belongs to the
-latter. The first block has no gate and always runs. Where a block changes the shape of the map, an image that skips it
-takes the shortcut of the block, without the activation after it, as in the original: it is what has to be computed
-anyway, and what the identity is elsewhere.
+A gate is a child of the block that it switches, because it reads that block's input. The first block has no gate and is
+always executed. A skipped block that changes the shape of the map outputs its shortcut, without the activation after
+it, as in the original.
 
-The gates are in `timm_gated.layers.skip_gates`. Differences from the original: gates have no weight decay, as all gates
-here, and the shortcuts of the CIFAR networks have no parameters. `Skipping` says how the hybrid loss is read.
+The gates are in `timm_gated.layers.skip_gates`. Differences from the original: gates have no weight decay, like all
+gates here, and the shortcuts of the CIFAR networks have no parameters. See `Skipping` for the hybrid loss.
 """
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 import torch
 import torch.nn as nn
@@ -39,6 +38,7 @@ from ..layers import (
 from ..loss import Objective, Step, Term
 from ..utils import check_number
 from ._carry import CarryNet
+from ._method import GatingMethod
 from .cifar_resnet import cifar_cfg
 from .gated_cifar_resnet import GatedCifarResNet, build_cifar_resnet
 from .gated_resnet import GatedResNet, build_imagenet_resnet, imagenet_cfg
@@ -49,15 +49,13 @@ __all__ = [
 
 
 class _SkipBlock(nn.Module):
-    """Mixin over timm's blocks: the whole block or its shortcut, by a gate.
+    """Mixin over timm's blocks whose gate chooses between the complete block and its shortcut.
 
     Args:
         inplanes: Input channel dimensionality.
-        planes: As for timm's block.
-        stride: As for timm's block.
-        downsample: Optional downsample layer for the residual path.
-        gate_layer: Makes a gate from (in_channels, num_gates).
-        **kwargs: As for timm's block.
+        *args: Arguments of timm's block.
+        gate_layer: Factory of the gate, called with (in_channels, num_gates).
+        **kwargs: Keyword arguments of timm's block.
     """
 
     convs: Tuple[str, ...]
@@ -65,16 +63,14 @@ class _SkipBlock(nn.Module):
     def __init__(
             self,
             inplanes: int,
-            planes: int,
-            stride: int = 1,
-            downsample: Optional[nn.Module] = None,
+            *args,
             gate_layer: Callable[..., SkipGate] = RecurrentGate,
             device=None,
             dtype=None,
             **kwargs,
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
-        super().__init__(inplanes, planes, stride, downsample, **kwargs, **dd)
+        super().__init__(inplanes, *args, **kwargs, **dd)
         self.gate: Optional[SkipGate] = gate_layer(inplanes, 1, **dd)
 
     @property
@@ -82,7 +78,7 @@ class _SkipBlock(nn.Module):
         return {} if self.gate is None else {name: (None, self.gate) for name in self.convs}
 
     def step(self, x: torch.Tensor, memory: Optional[Memory]) -> Tuple[torch.Tensor, Optional[Memory]]:
-        """Run or skip the block; the memory is that of the gates."""
+        """Run or skip the block; returns its output and the memory for the next gate."""
         mask = None
         if self.gate is not None:
             mask, memory = self.gate.recall(x, memory)
@@ -92,8 +88,8 @@ class _SkipBlock(nn.Module):
         """Run or skip the block.
 
         Args:
-            x: Its input.
-            mask: Decision of its gate; if there is none, a gate decides as the first one of a network.
+            x: Input of the block.
+            mask: Decision of the gate. By default the gate decides without memory, as the first gate of a network.
         """
         if mask is None and self.gate is not None:
             mask, _ = self.gate.recall(x, None)
@@ -102,12 +98,12 @@ class _SkipBlock(nn.Module):
         return out if mask is None else apply_gate(out, mask) + apply_gate(shortcut, 1 - mask)
 
     def _run(self, x: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
-        """What timm's block makes of its input, given the output of its shortcut."""
+        """Output of timm's block, given the output of its shortcut."""
         raise NotImplementedError
 
 
 class SkipBasicBlock(_SkipBlock, BasicBlock):
-    """timm's BasicBlock, run or skipped."""
+    """timm's BasicBlock, executed or skipped per image."""
 
     convs = ('conv1', 'conv2')
 
@@ -118,7 +114,7 @@ class SkipBasicBlock(_SkipBlock, BasicBlock):
 
 
 class SkipBottleneck(_SkipBlock, Bottleneck):
-    """timm's Bottleneck, run or skipped."""
+    """timm's Bottleneck, executed or skipped per image."""
 
     convs = ('conv1', 'conv2', 'conv3')
 
@@ -129,7 +125,7 @@ class SkipBottleneck(_SkipBlock, Bottleneck):
 
 
 class _SkipNet(CarryNet):
-    """Mixin over a gated network: the gates' memory goes from block to block."""
+    """Mixin over a gated network that passes the memory of the gates from block to block."""
 
     def link_gates(self) -> None:
         first, *others = [module for module in self.modules() if isinstance(module, _SkipBlock)]
@@ -140,11 +136,11 @@ class _SkipNet(CarryNet):
 
 
 class SkipResNet(_SkipNet, GatedResNet):
-    """timm's ResNet of blocks that are run or skipped."""
+    """timm's ResNet of blocks that are executed or skipped."""
 
 
 class SkipCifarResNet(_SkipNet, GatedCifarResNet):
-    """CifarResNet of blocks that are run or skipped."""
+    """CifarResNet of blocks that are executed or skipped."""
 
 
 def reinforce_loss(
@@ -154,17 +150,17 @@ def reinforce_loss(
         alpha: float = 0.1,
         discount: float = 1.,
 ) -> torch.Tensor:
-    """What has the gradient of E[loss - alpha * share of blocks skipped] by the probabilities of sampled decisions.
+    """REINFORCE loss of sampled decisions: its gradient is that of E[loss - alpha * share of skipped blocks].
 
-    The log-probability of each decision is weighted by what came of it (REINFORCE): the rewards of its block and of the
-    later ones, alpha / blocks for each that was skipped, and at the end the negative loss. Mean over images.
+    The log-probability of each decision is weighted by its return: the rewards of its block and of all later blocks,
+    alpha / blocks per skipped block, minus the loss of the image. Mean over images.
 
     Args:
-        logits: Log-odds of each block to run, in the order of the blocks, [N, blocks].
-        decisions: 1 where it ran and 0 where it was skipped, [N, blocks].
-        losses: Of each image, [N].
+        logits: Log-odds of executing each block, in the order of the blocks, [N, blocks].
+        decisions: 1 for executed blocks and 0 for skipped ones, [N, blocks].
+        losses: Task loss per image, [N].
         alpha: Weight of the skipping reward.
-        discount: Factor on what comes of a decision, for every block that lies between.
+        discount: Discount factor per block.
     """
     rewards = alpha / logits.shape[1] * (1 - decisions)
     future = -losses.detach()
@@ -172,24 +168,24 @@ def reinforce_loss(
     for reward in reversed(rewards.unbind(1)):
         future = reward + discount * future
         returns.append(future)
-    # (A binary cross entropy would be the same, but NaN where logits are infinite.)
+    # A binary cross entropy would be NaN for infinite logits.
     log_probabilities = F.logsigmoid((2 * decisions - 1) * logits)
     return -(log_probabilities * torch.stack(returns[::-1], dim=1)).sum(1).mean()
 
 
 class Skipping(Objective):
-    """The stages of SkipNet's training. In the first, gates learn by the task's loss alone.
+    """Training stages of SkipNet. In the supervised stages the gates are trained by the task loss alone.
 
-    The hybrid stage adds `reinforce_loss`, with the cross entropy of each image, to the task's loss. Together they have
-    the gradient of the paper's objective, E[L - alpha / N * skipped blocks], where L is the cross entropy. The original
-    code, unlike its paper, has a weight of 0.01, and for ImageNet scales L within the reward by alpha / N as well.
+    The hybrid stage adds `reinforce_loss`, with the cross entropy per image, to the task loss. The sum has the gradient
+    of the paper's objective, E[L - alpha / N * skipped blocks], where L is the cross entropy. The original code
+    deviates from the paper: its weight is 0.01, and for ImageNet it also scales L within the reward by alpha / N.
 
     Args:
-        stage: 'supervised' with hard gates and the gradient of soft ones, 'soft' with soft gates (evaluation is hard
-            always), or 'hybrid'.
+        stage: 'supervised' for hard gates with the gradient of soft gates, 'soft' for soft gates, or 'hybrid'. Gates
+            are always hard in evaluation.
         alpha: Weight of the skipping reward.
-        rl_weight: Weight of the loss of the hybrid stage.
-        discount: Of rewards that come later.
+        rl_weight: Weight of the REINFORCE loss.
+        discount: Discount factor of later rewards.
     """
 
     def __init__(
@@ -219,7 +215,7 @@ class Skipping(Objective):
         if self.stage != 'hybrid':
             return {}
         if step is None:
-            raise ValueError('skipping is rewarded by how well images are classified: it needs the step, got none.')
+            raise ValueError('the skipping reward depends on the classification loss: it needs the step, got none.')
         logits = gate_logits(model)
         decisions = torch.cat([gate.decision for _, gate in gates(model) if gate.decision is not None], dim=1)
         losses = F.cross_entropy(step.output.to(logits.dtype), step.target, reduction='none')
@@ -238,15 +234,22 @@ default_cfgs = generate_default_cfgs({
 })
 
 
+_OBJECTIVE: Dict[str, Any] = dict(objective=Skipping, objective_options=('stage', 'alpha', 'rl_weight', 'discount'))
+METHODS: Mapping[str, GatingMethod] = {
+    'rnn': GatingMethod(GATES['rnn'], dict(gate_hidden='hidden_channels', gate_bias='bias'), **_OBJECTIVE),
+    'ff1': GatingMethod(GATES['ff1'], dict(gate_bias='bias'), **_OBJECTIVE),
+    'ff2': GatingMethod(GATES['ff2'], dict(gate_bias='bias'), **_OBJECTIVE),
+}
+
+
 def _create(create: Callable[..., Any], depth: int, pretrained: bool = False, gate: str = 'rnn', **kwargs) -> Any:
-    if gate not in GATES:
-        raise ValueError(f'gate must be one of {", ".join(GATES)}, got {gate!r}.')
+    if gate not in METHODS:
+        raise ValueError(f'gate must be one of {", ".join(METHODS)}, got {gate!r}.')
     if kwargs.get('budget') is not None and kwargs.get('stage') == 'hybrid':
         raise ValueError(
             f'a budget trains gates through their masks, which are samples without a gradient in the hybrid stage; '
             f'got budget={kwargs["budget"]}. Use alpha.')
-    return create(
-        f'skipnet_resnet{depth}', depth, pretrained, gate_layer=GATES[gate], objective=Skipping, **kwargs)
+    return create(f'skipnet_resnet{depth}', depth, pretrained, method=METHODS[gate], **kwargs)
 
 
 def _create_imagenet(depth: int, pretrained: bool = False, **kwargs) -> SkipResNet:
@@ -261,45 +264,45 @@ def _create_cifar(depth: int, pretrained: bool = False, **kwargs) -> SkipCifarRe
 
 @register_model
 def skipnet_resnet18(pretrained: bool = False, **kwargs) -> SkipResNet:
-    """Constructs a SkipNet of ResNet-18."""
+    """Constructs a SkipNet ResNet-18."""
     model_args = dict(block=SkipBasicBlock, layers=(2, 2, 2, 2))
     return _create_imagenet(18, pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def skipnet_resnet34(pretrained: bool = False, **kwargs) -> SkipResNet:
-    """Constructs a SkipNet of ResNet-34."""
+    """Constructs a SkipNet ResNet-34."""
     model_args = dict(block=SkipBasicBlock, layers=(3, 4, 6, 3))
     return _create_imagenet(34, pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def skipnet_resnet50(pretrained: bool = False, **kwargs) -> SkipResNet:
-    """Constructs a SkipNet of ResNet-50."""
+    """Constructs a SkipNet ResNet-50."""
     model_args = dict(block=SkipBottleneck, layers=(3, 4, 6, 3))
     return _create_imagenet(50, pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def skipnet_resnet101(pretrained: bool = False, **kwargs) -> SkipResNet:
-    """Constructs a SkipNet of ResNet-101."""
+    """Constructs a SkipNet ResNet-101."""
     model_args = dict(block=SkipBottleneck, layers=(3, 4, 23, 3))
     return _create_imagenet(101, pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def skipnet_resnet38(pretrained: bool = False, **kwargs) -> SkipCifarResNet:
-    """Constructs a SkipNet of CIFAR ResNet-38."""
+    """Constructs a SkipNet CIFAR ResNet-38."""
     return _create_cifar(38, pretrained, **kwargs)
 
 
 @register_model
 def skipnet_resnet74(pretrained: bool = False, **kwargs) -> SkipCifarResNet:
-    """Constructs a SkipNet of CIFAR ResNet-74."""
+    """Constructs a SkipNet CIFAR ResNet-74."""
     return _create_cifar(74, pretrained, **kwargs)
 
 
 @register_model
 def skipnet_resnet110(pretrained: bool = False, **kwargs) -> SkipCifarResNet:
-    """Constructs a SkipNet of CIFAR ResNet-110."""
+    """Constructs a SkipNet CIFAR ResNet-110."""
     return _create_cifar(110, pretrained, **kwargs)

@@ -1,7 +1,7 @@
-"""ResNets for ImageNet with inner maps of any width
+"""Dense ResNets for ImageNet with inner maps of any width
 
-timm's ResNets with one more option, `inner_channels` (see `timm_gated.layers.narrow`): what is left of a gated ResNet
-after pruning, without gates and unused filters. Without the option they are timm's ResNets.
+timm's ResNets with an additional option, `inner_channels` (see `timm_gated.layers.narrow`), for gated ResNets whose
+gates and unused filters were pruned. Without the option they equal timm's ResNets.
 """
 from typing import Any, Optional
 
@@ -17,12 +17,12 @@ __all__ = ['SlimResNet']
 
 
 class SlimResNet(ResNet):
-    """timm's ResNet.
+    """timm's ResNet with inner maps of any width.
 
     Args:
-        *args: Of timm's ResNet.
+        *args: Arguments of timm's ResNet.
         inner_channels: Widths of the blocks' inner maps.
-        **kwargs: Of timm's ResNet.
+        **kwargs: Keyword arguments of timm's ResNet.
     """
 
     def __init__(self, *args: Any, inner_channels: Optional[Channels] = None, **kwargs: Any) -> None:

@@ -8,13 +8,11 @@ import torch
 import torch.nn as nn
 from timm.models._input import update_model_args
 
-from ..analysis import (
-    gate_kinds,
-)
+from ..analysis import gate_kinds
 from ..layers import ChannelGate, Gating, check_map, gated_channels, gates, inner_channels, narrow_map
 from ..models import GatedNet
 
-__all__ = ['keep_used_filters', 'without_gates']
+__all__ = ['blocks_of_gates', 'keep_used_filters', 'without_gates']
 
 
 def keep_used_filters(
@@ -23,22 +21,22 @@ def keep_used_filters(
         threshold: float = 0.99,
         keep_gates: bool = True,
 ) -> nn.Module:
-    """A copy of a network without the filters that are always off, in evaluation mode.
+    """Copy of a network without the filters that are always off, in evaluation mode.
 
     Args:
-        model: A network with channel gates.
-        open_share: For each gate module, by name, the share of inputs for which each of its gates is open.
-        threshold: Share above which a gate counts as always off, or always on.
-        keep_gates: Keep the gates that are neither; otherwise their filters always run.
+        model: Network with channel gates.
+        open_share: Share of inputs for which each gate is open, [num_gates], by name of the gate module.
+        threshold: Share above which a gate counts as always off or always on.
+        keep_gates: Keep conditional gates. Otherwise their filters always run.
     """
-    blocks = _blocks_of_gates(model)
+    blocks = blocks_of_gates(model)
     for name, share in open_share.items():
         if name not in blocks or share.shape != (model.get_submodule(name).num_gates,):
             raise ValueError(
-                f"open_share has {list(share.shape)} for '{name}'; a share for each gate of a module is needed, the "
-                f'modules being {", ".join(blocks)}.')
+                f"open_share has {list(share.shape)} for '{name}'; it must have one share per gate of one of the "
+                f'modules {", ".join(blocks)}.')
     pruned = copy.deepcopy(model)
-    pruned.eval()  # (by itself: mmseg's backbones return nothing from it)
+    pruned.eval()  # not chained: eval() of mmseg's backbones returns None
     for name, share in open_share.items():
         block_name, index = blocks[name]
         gate: Any = pruned.get_submodule(name)
@@ -56,17 +54,16 @@ def keep_used_filters(
 
 @singledispatch
 def without_gates(network: nn.Module) -> Optional[nn.Module]:
-    """A network whose gates are all gone, as one of the plain family. None for what is not a gated network.
+    """Replace a pruned network by its dense counterpart if it has no gates left.
 
-    Networks that still have gates come back as they are, with the options that rebuild them brought up to date. Other
-    packages may register theirs.
+    A network that still has gates is returned itself, with updated options for rebuilding it. Returns None for modules
+    that are not gated networks. Other packages can register their network classes.
     """
     return None
 
 
 @without_gates.register
 def _(network: GatedNet) -> nn.Module:
-    """Of timm's families."""
     widths = inner_channels(network)
     if gates(network):
         update_model_args(network, inner_channels=widths, gated_channels=gated_channels(network))
@@ -79,7 +76,7 @@ def _(network: GatedNet) -> nn.Module:
 
 
 def _move_layers(source: nn.Module, target: nn.Module) -> None:
-    """Give a plain network the layers of a gated one: the very modules, with all that was done to them."""
+    """Move the layers of a gated network to its dense counterpart: the same module objects, not copies."""
     for name, child in target.named_children():
         own = getattr(source, name)
         if any(isinstance(module, Gating) for module in own.modules()):
@@ -97,8 +94,8 @@ def _replace_networks(model: nn.Module) -> nn.Module:
     return model
 
 
-def _blocks_of_gates(model: nn.Module) -> Dict[str, Tuple[str, int]]:
-    """Block and number of the inner map that each gate switches."""
+def blocks_of_gates(model: nn.Module) -> Dict[str, Tuple[str, int]]:
+    """Block name and number of the inner map of each gate."""
     found = {}
     for name, gate in gates(model):
         block_name, _, own_name = name.rpartition('.')
@@ -106,8 +103,8 @@ def _blocks_of_gates(model: nn.Module) -> Dict[str, Tuple[str, int]]:
         index = next((i for i in (1, 2) if own_name == f'gate{i}'), None)
         if type(gate) is not ChannelGate or index is None or not hasattr(block, f'conv{index + 1}'):
             raise ValueError(
-                f"gate '{name}' is a {type(gate).__name__} of a {type(block).__name__}; only inner maps that a "
-                f'ChannelGate switches can be pruned.')
+                f"gate '{name}' is a {type(gate).__name__} in a {type(block).__name__}; only inner maps gated by a "
+                f'ChannelGate can be pruned.')
         check_map(block, index)
         found[name] = block_name, index
     return found

@@ -1,7 +1,7 @@
-"""Smaller networks from trained gates: static pruning, and sub-networks for a few classes
+"""Smaller networks from trained gates: static pruning, and sub-networks for some classes
 
-`prune_static` takes out the filters that hardly any input uses and the gates that hardly ever close. `specialize` takes
-out the filters that some classes do not use, and the gates: what the gating paper's conclusion proposes.
+`prune_static` removes filters that hardly any input uses and gates that hardly ever close. `specialize` removes all
+gates and the filters that the given classes do not use, as the conclusion of the gating paper proposes.
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 """
@@ -15,7 +15,7 @@ import torch.nn as nn
 
 from ..analysis import GateCounts, GateRecord, Outcome, check_gated, check_threshold, classification_step, record_gates
 from ..utils import check_number, evaluation_mode, unwrap
-from .filters import _blocks_of_gates, keep_used_filters
+from .filters import blocks_of_gates, keep_used_filters
 
 __all__ = ['check_classes', 'check_repeatable', 'Figures', 'prune_static', 'prune_with', 'Pruned', 'specialize']
 
@@ -24,13 +24,13 @@ RunBatch = Callable[[nn.Module, Any], Outcome]
 
 @dataclass
 class Figures:
-    """What a network costs and how well it does, over a data set.
+    """Cost and accuracy of a network on a data set.
 
     Attributes:
-        parameters: Its parameters.
-        dense_macs: MACs of an input with all filters running, without gates.
-        mean_macs: MACs of an input as it runs, gates included, on average.
-        accuracy: Share of the inputs that were right, or of their pixels, in percent.
+        parameters: Number of parameters.
+        dense_macs: MACs per input with all filters and without gates.
+        mean_macs: Mean MACs per input as executed, including the gates.
+        accuracy: Share of correctly classified inputs or pixels, in percent.
     """
     parameters: int
     dense_macs: float
@@ -39,21 +39,21 @@ class Figures:
 
     @classmethod
     def of(cls, record: GateRecord) -> 'Figures':
-        """The figures of a pass over a data set."""
+        """Figures of a recorded pass over a data set."""
         accuracy = 100 * record.correct.mean(dtype='float64')
         return cls(record.parameters, record.dense_macs, float(record.macs.mean()), float(accuracy))
 
 
 @dataclass
 class Pruned:
-    """A pruned network and what became of it; `print` shows the figures as a table.
+    """Pruned network and its figures. `print` shows them as a table.
 
     Attributes:
-        model: The pruned network.
-        gates: How many gates of the original were always on, conditional and always off.
-        open_share: For each of its gate modules, the share of inputs for which each gate was open.
+        model: Pruned network.
+        gates: Numbers of gates of the original that were always on, conditional and always off.
+        open_share: Share of inputs for which each gate of the original was open, by name of the gate module.
         before: Figures of the original.
-        after: Figures of the pruned network, on the same data.
+        after: Figures of the pruned network on the same data.
     """
     model: nn.Module
     gates: GateCounts
@@ -84,16 +84,17 @@ def prune_static(
         threshold: float = 0.99,
         eval_loader: Optional[Iterable[Any]] = None,
 ) -> Pruned:
-    """Remove the filters whose gate is off for more than a share of the data, and the gates that are on for more.
+    """Remove the filters whose gate is almost always off, and the gates that are almost always on.
 
-    The result computes the same for every input whose removed filters were off and whose removed gates were on. It is a
-    smaller network of the same family; without any gate left, a plain one. The model itself is not changed.
+    The output is unchanged for every input whose removed filters were off and whose removed gates were on. The result
+    is a smaller network of the same family, or a dense one if no gate is left. The model itself is not changed.
 
     Args:
-        model: A gated classifier.
-        loader: Yields (images, labels); the gates are judged by this data.
-        threshold: The share, in (0.5, 1]. At 1, gates go that never changed at all.
-        eval_loader: Likewise, the data that the figures are measured on; `loader` by default.
+        model: Gated classifier.
+        loader: Batches of (images, labels) on which the gates are observed.
+        threshold: Share of the data above which a gate counts as always off or always on, in (0.5, 1]. A threshold of 1
+            removes only gates that never changed.
+        eval_loader: Batches of (images, labels) to measure the figures on, `loader` by default.
 
     Example:
         >>> pruned = prune_static(model, loader)
@@ -101,7 +102,12 @@ def prune_static(
         >>> save_pretrained(pruned.model, 'pruned')
     """
     model = _check_classifier(model)
-    return prune_with(model, _classify, _class_names(model), loader, threshold, eval_loader=eval_loader)
+    class_names = [str(label) for label in range(model.num_classes)]  # type: ignore[arg-type]
+
+    def classify(network: nn.Module, batch: Any) -> Outcome:
+        return classification_step(network, len(class_names))(batch)
+
+    return prune_with(model, classify, class_names, loader, threshold, eval_loader=eval_loader)
 
 
 def specialize(
@@ -114,22 +120,22 @@ def specialize(
         epochs: int = 0,
         lr: float = 0.01,
 ) -> Pruned:
-    """The sub-network that serves some of the classes: a plain, smaller ResNet with one output for each of them.
+    """Extract a dense, smaller ResNet for some of the classes, with one output per class.
 
-    Filters whose gate is off for more than a share of the images of these classes are removed, the others always run,
-    and the head is cut. The figures are of images of these classes: before, of the whole network with the choice
-    restricted to them. Filters that used to be switched now always run, to which a few epochs of fine-tuning let the
-    network adapt. The model itself is not changed.
+    Filters whose gate is almost always off for these classes are removed, and the other filters always run. The head
+    keeps the outputs of these classes. A few epochs of fine-tuning adapt the network to filters that were conditional
+    before. The figures are measured on images of these classes; those of the original restrict its prediction to these
+    classes. The model itself is not changed.
 
     Args:
-        model: A gated classifier.
-        loader: Yields (images, labels) of all classes; the gates are judged by this data.
-        classes: Labels of the classes, in the order that the outputs are to have.
-        threshold: The share, in (0.5, 1].
-        eval_loader: As `loader`, the data that the figures are measured on; `loader` by default.
-        train_loader: As `loader`, the data of the fine-tuning; `loader` by default.
-        epochs: Epochs of fine-tuning by SGD, its rate falling from epoch to epoch along a cosine.
-        lr: Its learning rate at the start.
+        model: Gated classifier.
+        loader: Batches of (images, labels) of all classes, on which the gates are observed.
+        classes: Labels of the classes, in the order of the outputs.
+        threshold: Share of the data above which a gate counts as always off, in (0.5, 1].
+        eval_loader: Batches to measure the figures on, `loader` by default.
+        train_loader: Batches to fine-tune on, `loader` by default.
+        epochs: Number of epochs of fine-tuning by SGD, with a cosine schedule per epoch.
+        lr: Initial learning rate of the fine-tuning.
     """
     model = _check_classifier(model)
     classes = check_classes(classes, model.num_classes)  # type: ignore[arg-type]
@@ -166,22 +172,22 @@ def prune_with(
         adapt: Callable[[nn.Module], nn.Module] = lambda network: network,
         eval_loader: Optional[Iterable[Any]] = None,
 ) -> Pruned:
-    """Prune any network with channel gates, over any data. What `prune_static` and `specialize` have in common.
+    """Prune any network with channel gates on any data. Used by `prune_static` and `specialize`.
 
     Args:
-        model: The network.
-        step: Runs a network on a batch and tells how it went.
-        class_names: Names of the classes in that outcome.
-        loader: Yields the batches that the gates are judged by.
+        model: Network to prune.
+        step: Function that runs a network on a batch and returns the outcome.
+        class_names: Names of the classes in the outcome.
+        loader: Batches on which the gates are observed.
         threshold: Share of the data above which a gate counts as always off or always on.
-        keep_gates: Keep the gates that are neither; otherwise their filters always run.
-        adapt: What else is done to the pruned network.
-        eval_loader: Yields the batches that the figures are measured on; `loader` by default.
+        keep_gates: Keep conditional gates. Otherwise their filters always run.
+        adapt: Function applied to the pruned network, for example fine-tuning.
+        eval_loader: Batches to measure the figures on, `loader` by default.
     """
     model = unwrap(model)
     check_threshold(threshold)
     check_gated(model)
-    _blocks_of_gates(model)  # refuses, before the work, what cannot be pruned
+    blocks_of_gates(model)  # raises an error early if the network cannot be pruned
     eval_loader = loader if eval_loader is None else eval_loader
     for source in (loader, eval_loader):
         check_repeatable(source)
@@ -194,7 +200,7 @@ def prune_with(
         before = seen if eval_loader is loader else record(model, eval_loader)
     for name, counts in zip(class_names, zip(seen.class_counts, before.class_counts, strict=True), strict=True):
         if not keep_gates and not all(counts):
-            raise ValueError(f'the data has no sample of class {name}, so what it needs cannot be told.')
+            raise ValueError(f'the data has no sample of class {name}, so its filters cannot be determined.')
     shares = {name: torch.from_numpy(seen.open_share[span]) for name, span in seen.spans()}
     pruned = adapt(keep_used_filters(model, shares, threshold, keep_gates))
     pruned.eval()
@@ -207,27 +213,16 @@ def prune_with(
     )
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
-
-
-def _class_names(model: Any) -> List[str]:
-    return [str(label) for label in range(model.num_classes)]
-
-
-def _classify(model: Any, batch: Any) -> Outcome:
-    return classification_step(model, model.num_classes)(batch)
-
 
 def check_repeatable(loader: Any) -> None:
-    """Refuse data that can be read only once."""
+    """Raise a ValueError for data that can be read only once."""
     if isinstance(loader, Iterator):
         raise ValueError(
-            f'the data is read more than once, and a {type(loader).__name__} can be read only once: give a loader.')
+            f'the data is read more than once, and a {type(loader).__name__} can be read only once: pass a loader.')
 
 
 def check_classes(classes: Any, num_classes: int) -> List[int]:
-    """Return two or more different labels as a list of numbers; refuse anything else."""
+    """Return two or more different labels as a list of integers; raise a ValueError for anything else."""
     labels = list(classes) if isinstance(classes, Iterable) and not isinstance(classes, str) else []
     if len(labels) < 2 or len(set(labels)) < len(labels):
         raise ValueError(f'classes must be a list of two or more different labels, got {classes!r}.')
@@ -240,19 +235,19 @@ def check_classes(classes: Any, num_classes: int) -> List[int]:
 def _check_classifier(model: nn.Module) -> nn.Module:
     model = unwrap(model)
     if not getattr(model, 'num_classes', 0):
-        raise ValueError(f'this {type(model).__name__} has no classes: pruning needs a classifier, to measure it by.')
+        raise ValueError(f'this {type(model).__name__} has no classes: pruning needs a classifier to measure accuracy.')
     return model
 
 
 def _check_head(model: Any, classes: Sequence[int]) -> nn.Linear:
     head = model.get_classifier()
     if not isinstance(head, nn.Linear):
-        raise ValueError(f'the head must be a linear layer to be cut to {len(classes)} classes, got {head}.')
+        raise ValueError(f'the head must be a linear layer to select {len(classes)} classes, got {head}.')
     return head
 
 
 class _ImagesOf:
-    """The images of some classes, in batches as large as the loader's, with labels counted within these classes."""
+    """Images of some classes, in batches of the loader's size. Labels are indices into these classes."""
 
     def __init__(self, loader: Iterable[Any], classes: Sequence[int]) -> None:
         self.loader = loader
@@ -267,7 +262,7 @@ class _ImagesOf:
             wanted = matches.any(1)
             found = [images[wanted], matches[wanted].int().argmax(1)]
             rest = [torch.cat(parts) for parts in zip(rest, found, strict=True)] if rest else found
-            # Always of the same size: memory for batches of many sizes would break into pieces.
+            # Batches of varying size would fragment the memory.
             while len(rest[1]) >= size:
                 yield rest[0][:size], rest[1][:size]
                 rest = [part[size:] for part in rest]
@@ -279,16 +274,17 @@ class _ImagesOf:
 
 
 def _cut_head(model: Any, classes: Sequence[int]) -> None:
-    """Keep the outputs of some classes. In place."""
-    whole = _check_head(model, classes)
+    """Keep only the outputs of some classes. In place."""
+    head = _check_head(model, classes)
     model.reset_classifier(len(classes))
     with torch.no_grad():
         for name, parameter in model.get_classifier().named_parameters():
-            parameter.copy_(getattr(whole, name)[list(classes)])
+            parameter.copy_(getattr(head, name)[list(classes)])
 
 
 def _fine_tune(model: nn.Module, loader: Iterable[Any], epochs: int, lr: float) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    device = next(model.parameters()).device
     model.train()
     steps = 0
     for epoch in range(epochs):
@@ -297,12 +293,11 @@ def _fine_tune(model: nn.Module, loader: Iterable[Any], epochs: int, lr: float) 
         for images, labels in loader:
             if len(labels) == 1:
                 continue  # one image has no batch statistics
-            output = model(images.to(_device(model)))
-            loss = nn.functional.cross_entropy(output, labels.to(output.device))
+            loss = nn.functional.cross_entropy(model(images.to(device)), labels.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             steps += 1
     if not steps:
-        raise ValueError('there is nothing to fine-tune on: the data has not two samples of the classes.')
+        raise ValueError('fine-tuning needs batches of two or more samples of the classes, but the data has none.')
     model.eval()

@@ -1,4 +1,4 @@
-"""Gate losses, costs and checkpoints in timm's training"""
+"""Gate losses, MACs and checkpoints in timm's training"""
 from .checkpoint_saver import protect_timm_checkpoints
 from .objective_task import ObjectiveTask, extend_timm_tasks
 

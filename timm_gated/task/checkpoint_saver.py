@@ -1,14 +1,15 @@
 """Checkpoints of gated models in timm's training
 
-timm replaces its last checkpoint in two steps, and a process killed between them leaves none. For gated models it is
-one step. Errors while a truncated checkpoint is loaded get a note that names the file and the complete ones beside it.
+timm replaces its last checkpoint in two steps, and a process killed between them leaves none. For gated models the
+replacement is atomic. Errors about a truncated checkpoint get a note with its name and the complete checkpoints in its
+folder.
 """
 import functools
 import inspect
 import sys
 from typing import Any, Callable
 
-import timm.task  # noqa: F401  (it is patched, by its modules' names)
+import timm.task  # noqa: F401  (patched below, by module name)
 import torch.nn as nn
 from timm.utils import CheckpointSaver
 
@@ -20,7 +21,7 @@ __all__ = ['protect_timm_checkpoints']
 
 
 def _explain_load(load: Callable) -> Callable:
-    """A function that loads the checkpoint whose path is its first argument, with notes on its errors."""
+    """Wrap a function that loads the checkpoint at its first argument, to add notes to its errors."""
     name = next(iter(inspect.signature(load).parameters))
 
     @functools.wraps(load)
@@ -31,7 +32,7 @@ def _explain_load(load: Callable) -> Callable:
 
 
 def _replace_in_one_step(replace: Callable) -> Callable:
-    """`CheckpointSaver._replace` that keeps the last checkpoint of a gated model until the next is there."""
+    """Wrap `CheckpointSaver._replace` to keep the last checkpoint of a gated model until the next one is complete."""
 
     @functools.wraps(replace)
     def replace_gated(self: CheckpointSaver, src: str, dst: str) -> None:
@@ -39,7 +40,7 @@ def _replace_in_one_step(replace: Callable) -> Callable:
         if not any(gates(module) or objectives(module) for module in trained if isinstance(module, nn.Module)):
             return replace(self, src, dst)
         sync_file(src)
-        can_hardlink, self.can_hardlink = self.can_hardlink, False  # timm first removes the target where it can link
+        can_hardlink, self.can_hardlink = self.can_hardlink, False  # with hard links, timm deletes the target first
         try:
             return replace(self, src, dst)
         finally:
@@ -49,10 +50,9 @@ def _replace_in_one_step(replace: Callable) -> Callable:
 
 @on_first_use
 def protect_timm_checkpoints() -> None:
-    """Make timm keep a gated model's last checkpoint until the next is there, and explain those that are cut short.
+    """Make timm keep the last checkpoint of a gated model until the next one is complete, and explain truncated ones.
 
-    The first gated model or objective does it. The names are timm's own, not its interface: one that is gone is left
-    alone.
+    Creating the first gate or objective calls this. The patched names are internal to timm; missing ones are skipped.
     """
     if hasattr(CheckpointSaver, '_replace'):
         CheckpointSaver._replace = _replace_in_one_step(CheckpointSaver._replace)  # type: ignore[method-assign]

@@ -1,13 +1,13 @@
-"""What a validation costs: MACs and gate density beside timm's own metrics
+"""MACs and gate density of a validation, beside timm's own metrics
 
-timm's tasks make what a training script reports after each validation (`TrainingTask.create_evaluator`, since timm
-1.0.31). For a gated model the report has two figures more, means over the validation set: `macs_share`, the MACs of a
-sample over those of the plain network, and `gate_density`, the share of open gates. Scripts that do not ask for an
-evaluator get the same two figures as a line of the log.
+timm's tasks create the evaluator that a training script reports after each validation
+(`TrainingTask.create_evaluator`, since timm 1.0.31). For gated models it has two more metrics, means over the
+validation set: `macs_share`, the MACs per sample divided by those of the dense network, and `gate_density`, the share
+of open gates. For scripts that do not create an evaluator, both are logged.
 
-An evaluator is given outputs and targets, not the model. So the task's evaluation models, the average (EMA) too, are
-watched by forward hooks, as long as the task exists and in the thread that it runs in. Copies and pickles of a model
-are not watched.
+timm passes outputs and targets to an evaluator, but not the model. Therefore forward hooks observe the task's
+evaluation models, the average (EMA) included, while the task exists and in its thread. Copies and pickles of a model
+are not observed.
 """
 from collections import OrderedDict
 from threading import get_ident
@@ -18,20 +18,20 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from ..layers import MacFormula, gates, mac_formula
+from ..layers import MacFormulas, gates
 from ..utils import unwrap
 
 __all__ = ['EvaluationMonitor', 'GatedEvaluator', 'PassCosts']
 
 
 class PassCosts(NamedTuple):
-    """What each sample of a forward pass cost: share of the plain network's MACs, and share of open gates, [N] each."""
+    """Share of the dense network's MACs and share of open gates, per sample of a forward pass, [N] each."""
     macs_share: torch.Tensor
     gate_density: torch.Tensor
 
 
 class _Total:
-    """Running means of costs, on their device: no value is waited for before the means are read."""
+    """Running means of costs. They stay on their device until they are read."""
 
     def __init__(self) -> None:
         self.num_samples = 0
@@ -41,9 +41,9 @@ class _Total:
         """Add the first samples of a pass.
 
         Args:
-            costs: Costs of the pass; None if it was not watched, which makes the means NaN.
-            num_samples: Number of samples to count, the first ones.
-            num_outputs: Number of samples that the outputs of the pass stand for.
+            costs: Costs of the pass; None if it was not observed, which makes the means NaN.
+            num_samples: Number of samples to count.
+            num_outputs: Number of samples in the output of the pass.
         """
         self.num_samples += num_samples
         if costs is None:
@@ -54,7 +54,7 @@ class _Total:
             self.sums = self.sums + views[:, :num_samples].mean(2).sum(1)
 
     def means(self, distributed: bool = False, device: Optional[torch.device] = None) -> Dict[str, float]:
-        """Means over the samples, of all processes if distributed; 0 if there were none."""
+        """Means over the samples, of all processes if distributed; 0 without samples."""
         sums = torch.as_tensor(self.sums, dtype=torch.float64, device=device).expand(len(PassCosts._fields))
         totals = torch.cat((sums, sums.new_tensor([self.num_samples])))
         if distributed:
@@ -64,14 +64,14 @@ class _Total:
 
 
 class GatedEvaluator:
-    """An evaluator of timm's that reports `macs_share` and `gate_density` as well.
+    """timm evaluator with the additional metrics `macs_share` and `gate_density`.
 
-    Both are fractions, and NaN if a pass was not one of the task's evaluation models.
+    Both are fractions, and NaN if a pass was not made by one of the task's evaluation models.
 
     Args:
-        evaluator: The task's own evaluator, which everything else comes from.
-        monitor: Watches the task's evaluation models.
-        max_samples: Number of samples to count, without those that a sampler repeats at the end.
+        evaluator: The task's own evaluator.
+        monitor: Monitor of the task's evaluation models.
+        max_samples: Number of samples to count, excluding those that a sampler repeats at the end.
     """
 
     def __init__(self, evaluator: Any, monitor: 'EvaluationMonitor', max_samples: Optional[int] = None) -> None:
@@ -107,7 +107,7 @@ class GatedEvaluator:
 
 
 class EvaluationMonitor:
-    """Watches the evaluation passes of a task's models. A copy watches nothing."""
+    """Observes the evaluation passes of a task's models. A copy observes nothing."""
 
     def __init__(self) -> None:
         self._watched: WeakSet = WeakSet()
@@ -119,20 +119,20 @@ class EvaluationMonitor:
         return EvaluationMonitor, ()
 
     def watch(self, model: nn.Module, name: str = '') -> None:
-        """Watch a model from now on, once.
+        """Observe a model from now on. Further calls have no effect.
 
         Args:
-            model: A gated model, as validation calls it: compiled, or as an average.
-            name: What the log calls it.
+            model: A gated model as validation calls it, such as a compiled model or an average.
+            name: Name of the model in the log.
         """
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module  # which is what scripts validate
+            model = model.module  # scripts validate the inner model
         if model not in self._watched and gates(model):
             self._watched.add(model)
             model.register_forward_hook(_Watch(self, name), with_kwargs=True)
 
     def evaluator(self, evaluator: Any, max_samples: Optional[int]) -> GatedEvaluator:
-        """An evaluator that reports what is seen here. The log is then left to the script that asked for it."""
+        """Evaluator that reports the observed costs. From then on they are no longer logged."""
         self._has_evaluator = True
         return GatedEvaluator(evaluator, self, max_samples)
 
@@ -143,24 +143,24 @@ class EvaluationMonitor:
             self._totals.setdefault(name, _Total()).add(costs, num_samples, num_samples)
 
     def take(self) -> Optional[PassCosts]:
-        """Costs of the pass since the last call, if there was one."""
+        """Costs of the last pass since the previous call; None without a pass."""
         costs, self._last = self._last, None
         return costs
 
     def take_means(self) -> Dict[str, Dict[str, float]]:
-        """Means over what was seen since the last call, and the number of images, by the names of the models."""
+        """Means and number of images since the previous call, by model name."""
         totals, self._totals = self._totals, {}
         return {name: {**total.means(), 'images': total.num_samples} for name, total in totals.items()}
 
 
 class _Watch:
-    """Forward hook that tells a monitor what each evaluation pass cost. Copies and pickles of it do nothing."""
+    """Forward hook that reports the costs of each evaluation pass to a monitor. Copies and pickles do nothing."""
 
     def __init__(self, monitor: EvaluationMonitor, name: str) -> None:
         self._monitor = ref(monitor)
         self._thread = get_ident()
         self._name = name
-        self._formulas: Dict[Any, MacFormula] = {}
+        self._formulas = MacFormulas()
 
     def __reduce__(self) -> Tuple[Any, ...]:
         return _get_ignore, ()
@@ -169,27 +169,24 @@ class _Watch:
         if torch.compiler.is_compiling():
             return
         monitor = self._monitor()
-        if monitor is None or get_ident() != self._thread:
+        network = unwrap(module)
+        if monitor is None or get_ident() != self._thread or network.training:
             return
-        named_gates = gates(module)
+        named_gates = gates(network)
         if not named_gates or named_gates[0][1].training:
             return
         images = (*args, *kwargs.values())[0]
         with torch.no_grad():
             masks: Dict[str, Any] = {name: gate.decision for name, gate in named_gates}
             if any(len(mask) != len(images) for mask in masks.values()):
-                return  # another thread runs the model at this very time
-            input_size = tuple(images.shape[1:])
-            key = input_size, tuple(mask.shape[1] for mask in masks.values())  # (gates may be pruned)
-            if key not in self._formulas:
-                self._formulas[key] = mac_formula(unwrap(module), input_size)
-            formula = self._formulas[key]
+                return  # another thread is running the model
+            formula = self._formulas.find(network, tuple(images.shape[1:]), masks)
             density = torch.cat([mask.double() for mask in masks.values()], dim=1).mean(1)
             monitor.saw(PassCosts(formula.used(masks) / formula.dense, density), self._name)
 
 
 def _ignore(module: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], output: Any) -> None:
-    """What a watched model's copy has in place of the watch."""
+    """Hook of a copied model, which does nothing."""
 
 
 def _get_ignore() -> Any:

@@ -1,20 +1,19 @@
 """Gate losses in timm's training tasks
 
-timm computes its training loss in a task (`timm.task`). A task that is given a model with objectives
-(`timm_gated.loss.objective`) is made as a subclass of itself that adds the objectives' terms to `result['loss']`.
-Gradient accumulation, the fp16 scaler, EMA, distillation and `--torchcompile` thus all see one loss, and models without
-objectives get timm's own task, untouched.
+timm computes its training loss in a task (`timm.task`). A task created for a model with objectives
+(`timm_gated.loss.objective`) becomes a subclass of itself that adds the terms of the objectives to `result['loss']`.
+Gradient accumulation, the fp16 scaler, EMA, distillation and `--torchcompile` therefore all see one loss. Models
+without objectives get timm's own task, unchanged.
 
-The stock training script imports its task classes before it imports plugins, so the classes themselves cannot be
-replaced; `TrainingTask.__new__`, which timm leaves to Python, is looked up when a task is made. It is replaced when the
-first objective is made.
+timm's training script imports its task classes before it imports plugins, so the classes themselves cannot be replaced.
+Instead, creating the first objective replaces `TrainingTask.__new__`.
 
-Progress: schedules step once per epoch, like timm's learning rate. A task is not told the epoch; it begins a new one
-at the first training step after the model's `train()`, which training loops call at the start of every epoch. A loop
-that calls it at other times has to call `set_epoch`, which ends the counting. The epoch is part of the task's state, so
-checkpoints carry it and `--resume` continues it.
+Schedules step once per epoch, like timm's learning rate. timm does not pass the epoch to its tasks, so a new epoch
+begins at the first training step after a call of `train()`, which training loops make once per epoch. A loop that calls
+`train()` at other times must call `set_epoch`, which stops the counting. The epoch is part of the task state:
+checkpoints store it and `--resume` continues from it.
 
-What a validation costs is reported beside its accuracy, see `timm_gated.task.evaluator`.
+The MACs of a validation are reported beside its accuracy, see `timm_gated.task.evaluator`.
 """
 import copyreg
 import functools
@@ -26,8 +25,8 @@ import torch
 import torch.nn as nn
 from timm.task import TrainingTask
 
-from ..layers import gate_density, gates
-from ..loss import Objective, Scheduled, Step, objectives
+from ..layers import gates
+from ..loss import Scheduled, Step, find_objectives, objectives
 from ..utils import full_precision, on_first_use
 from .evaluator import EvaluationMonitor
 
@@ -39,9 +38,10 @@ _STATE_KEY = 'gate_epoch'
 
 
 class ObjectiveTask(TrainingTask):
-    """Mixin over a timm task: its loss, plus the terms of the model's objectives.
+    """Mixin for timm's tasks that adds the terms of the model's objectives to the loss.
 
-    `gate_epoch` is the current epoch, -1 before the first step.
+    Attributes:
+        gate_epoch: The current epoch; -1 before the first step.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -49,12 +49,12 @@ class ObjectiveTask(TrainingTask):
         self.gate_epoch = -1
         self._counts_epochs = True
         self._warned = False
-        self._steps: List[int] = []  # in each epoch that was counted
+        self._steps: List[int] = []  # number of steps in each counted epoch
         self._progress = _Progress()
         self._log = _RunningLog()
         self._monitor = EvaluationMonitor()
         if self.verbose:
-            for objective in self._objectives():
+            for objective in objectives(self._trained()):
                 _logger.info(f'{type(self).__name__}: {type(objective).__name__}({objective.extra_repr()})')
                 for scheduled in objective.schedule():
                     _logger.info(f'{type(self).__name__}: {scheduled}')
@@ -62,20 +62,20 @@ class ObjectiveTask(TrainingTask):
             weakref.finalize(self, self._progress.warn_of_inactive)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the current epoch. From the first call on, the task does not count epochs by itself.
+        """Set the current epoch. From the first call on, the task no longer counts epochs.
 
-        Call it at the start of every epoch in a loop that calls `train()` at other times too.
+        Loops that call `train()` more than once per epoch must call this at the start of every epoch.
 
         Args:
-            epoch: Number of the epoch, from 0.
+            epoch: Index of the epoch, from 0.
         """
         self._counts_epochs = False
         self._begin_epoch(epoch)
 
     def _next_epoch(self) -> None:
-        """Begin the next epoch, because the model was put into training mode."""
+        """Begin the next epoch, after a call of `train()`."""
         self._begin_epoch(self.gate_epoch + 1)
-        for objective in self._objectives():
+        for objective in objectives(self._trained()):
             objective.epoch_begins = False
         if not self._warned and _look_wrong(self._steps):
             self._warned = True
@@ -86,7 +86,7 @@ class ObjectiveTask(TrainingTask):
         self._steps.append(0)
 
     def create_evaluator(self, **kwargs) -> Any:
-        """As the task's own, with `macs_share` and `gate_density` of the evaluated model among the metrics."""
+        """timm's evaluator; for gated models, with the metrics `macs_share` and `gate_density`."""
         evaluator = super().create_evaluator(**kwargs)
         model = self.get_eval_model()
         if model is None or not gates(model):
@@ -100,7 +100,7 @@ class ObjectiveTask(TrainingTask):
                 self._monitor.watch(model, name)
 
     def _log_evaluations(self) -> None:
-        self._log.flush()  # of the epoch before
+        self._log.flush()
         for name, means in self._monitor.take_means().items():
             if self.verbose:
                 _logger.info(f'Gates: {self.gate_epoch} validation{name}  {_listed(means)}')
@@ -108,56 +108,57 @@ class ObjectiveTask(TrainingTask):
     def _begin_epoch(self, epoch: int) -> None:
         self._log_evaluations()
         self.gate_epoch = epoch
-        for model in (self.get_trainable_module(), self.get_trainable_module(ema=True)):
-            if model is not None:
-                for objective in self._objectives():
-                    objective.begin_epoch(model, epoch)
+        average = self.get_trainable_module(ema=True)
+        for objective in objectives(self._trained()):
+            objective.begin_epoch(self._trained(), epoch)
+            if average is not None:
+                objective.begin_epoch(average, epoch)
 
-    def _objectives(self) -> List[Objective]:
+    def _trained(self) -> nn.Module:
         model = self.get_trainable_module()
         assert model is not None
-        return objectives(model)
+        return model
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> Dict[str, Any]:
-        """As the task's own, with the objectives' terms, their weights and statistics added to the result by name.
+        """timm's forward, with the terms, weights and statistics of the objectives added to the result by name.
 
         `loss` includes the weighted terms, `task_loss` does not.
         """
-        model = self.get_trainable_module()
-        assert model is not None
-        active = self._objectives()
+        model = self._trained()
+        last_pass, active = find_objectives(model)  # the only walk over the modules in a step
         if not active:
             return super().forward(input, target)
         if model.training:
-            if self._counts_epochs and (not self._steps or any(objective.epoch_begins for objective in active)):
+            if self._counts_epochs and (not self._steps or any(objective.epoch_begins for objective, _ in active)):
                 self._next_epoch()
+                last_pass, active = find_objectives(model)  # `begin_epoch` may change the model
             if self._counts_epochs:
                 self._steps[-1] += 1
             self._progress.epoch = self.gate_epoch
-            self._watch_evaluations()
+            if last_pass.gates:
+                self._watch_evaluations()
         result: Dict[str, Any] = super().forward(input, target)
         loss, step = result['loss'], Step(input, result['output'], target)
         result.setdefault('task_loss', loss)
-        # Outside autocast: sorted sigmoids and their CDFs need all of float32.
-        with full_precision(loss):
-            for objective in active:
-                for name, term in objective.terms(model, self.gate_epoch, step).items():
+        with full_precision(loss):  # sorted sigmoids and their CDFs need float32
+            for objective, parent_pass in active:
+                for name, term in objective.terms(parent_pass, self.gate_epoch, step).items():
                     loss = loss + term.weight * term.value
                     result.update({name: term.value, term.weight_name: term.weight})
-                result.update(objective.stats(model))
+                result.update(objective.stats(parent_pass))
                 if model.training:
-                    objective.observe(model, self.gate_epoch)
-            gather = model.training and any(objective.gather_gates for objective in active)
-            result.update(gate_density(model, gather))
+                    objective.observe(parent_pass, self.gate_epoch)
+            gather = model.training and any(objective.gather_gates for objective, _ in active)
+            result.update(last_pass.density(gather))
         added = {k: v for k, v in result.items() if k not in ('loss', 'output')}
         result['loss'] = loss
         if self.verbose:
-            self._log.update(self.gate_epoch, added, min(objective.log_interval for objective in active))
+            self._log.update(self.gate_epoch, added, min(objective.log_interval for objective, _ in active))
         return result
 
     def get_task_state(self, module: Optional[nn.Module] = None, ema: bool = False) -> Dict[str, Any]:
-        self._log_evaluations()  # a checkpoint is written at the end of an epoch
-        for objective in self._objectives():
+        self._log_evaluations()
+        for objective in objectives(self._trained()):
             objective.flush()
         state = super().get_task_state(module=module, ema=ema)
         return state if ema else {**state, _STATE_KEY: self.gate_epoch}
@@ -176,24 +177,24 @@ class ObjectiveTask(TrainingTask):
             self._begin_epoch(int(state[_STATE_KEY]))
         else:
             _logger.warning(
-                'The checkpoint does not say how far the gate losses had come (it was not written by a gated run); '
-                'their schedules begin at epoch 0.')
+                'The checkpoint has no epoch of the gate losses (it was not written by a gated run); their schedules '
+                'begin at epoch 0.')
 
 
 class _Progress:
-    """How far a training has come, for a warning at its end."""
+    """Progress of a training, for warnings at its end."""
 
     def __init__(self) -> None:
         self.epoch = -1
         self.scheduled: List[Scheduled] = []
 
     def warn_of_inactive(self) -> None:
-        """Warn of what never began, or was not reached. Called when the task goes, or the process ends."""
+        """Warn about schedules that never started or never ended. Called when the task is deleted or at exit."""
         if self.epoch < 0:
             return
         remedy = (
-            f'If this was the whole training, pass schedule_epochs={self.epoch + 1} to the model, which scales its '
-            f'default schedule, or give the schedule other epochs.')
+            f'If this was the complete training, pass schedule_epochs={self.epoch + 1} to the model, which scales its '
+            f'default schedule, or set other epochs.')
         for scheduled in self.scheduled:
             if scheduled.begins_after(self.epoch):
                 _logger.warning(
@@ -205,16 +206,16 @@ class _Progress:
 
 
 def _look_wrong(steps: List[int]) -> bool:
-    """Whether the last two epochs can hardly both be whole: one step each, or of different length.
+    """Whether the last two epochs are unlikely to be complete: one step each, or of different lengths.
 
-    Whole epochs differ by little, if at all. An evaluation in the middle of an epoch cannot be told by the lengths.
+    An evaluation in the middle of an epoch cannot be detected this way.
     """
     *_, before, last = 0, 0, *steps
     return bool(before) and (before == last == 1 or max(before, last) > 1.25 * min(before, last) + 1)
 
 
 class _RunningLog:
-    """Means of the parts of the loss, logged every so many steps and at the end of an epoch."""
+    """Means of the logged values, written every `interval` steps and at the end of an epoch."""
 
     def __init__(self) -> None:
         self.epoch = self.step = -1
@@ -246,23 +247,23 @@ def _with_objectives(task_cls: Type[TrainingTask]) -> Type[TrainingTask]:
 
     def reduce_ex(self: TrainingTask, protocol: Any) -> Tuple[Any, ...]:
         reduced: Any = task_cls.__reduce_ex__(self, max(protocol, 2))
-        if reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]  # a way of the task's own
+        if reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]  # the task defines its own pickling
             return reduced
-        return _empty_task, (task_cls,), *reduced[2:]  # because under its name pickle would not find this class
+        return _empty_task, (task_cls,), *reduced[2:]  # pickle cannot find this class by its name
 
     attributes = {'__doc__': task_cls.__doc__, '__reduce_ex__': reduce_ex}
     return type(task_cls.__name__, (ObjectiveTask, task_cls), attributes)
 
 
 def _empty_task(task_cls: Any) -> TrainingTask:
-    """What a copy or a pickle of a task begins with."""
+    """Empty task, for copying and unpickling."""
     cls = _with_objectives(task_cls)
     return cls.__new__(cls)
 
 
 @on_first_use
 def extend_timm_tasks() -> None:
-    """Make timm's tasks take in the objectives of the models they are given. The first objective does it."""
+    """Make timm's tasks use the objectives of their models. Creating the first objective calls this."""
     new = TrainingTask.__new__
 
     def new_task(cls, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""Helpers that know nothing of gates: checks of options, files, precision, processes"""
+"""Helpers that do not depend on gates: option checks, files, precision, distributed training"""
 from .checkpoints import cut_explained, others_beside
 from .checks import check_number
 from .distributed import average_batches, gather_batch

@@ -1,4 +1,4 @@
-"""Checks of options that users give"""
+"""Checks of user options"""
 import math
 from typing import Any
 
@@ -13,15 +13,15 @@ def check_number(
         maximum: float = math.inf,
         integer: bool = False,
 ) -> Any:
-    """Return a number that is finite and in range; otherwise raise a ValueError with the value and what is allowed.
+    """Return a finite number in range; raise a ValueError for any other value.
 
     Args:
-        value: What the user gave.
-        name: Of the option.
-        minimum: The number must be at least this.
-        above: The number must be greater than this.
-        maximum: The number must be at most this.
-        integer: It must be a whole number.
+        value: Value of the option.
+        name: Name of the option, used in error messages.
+        minimum: Inclusive lower bound.
+        above: Exclusive lower bound.
+        maximum: Inclusive upper bound.
+        integer: Whether only integers are allowed.
     """
     kinds = (int,) if integer else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value) \
@@ -29,7 +29,7 @@ def check_number(
         limits = [f'{sign} {limit}' for sign, limit in (('>=', minimum), ('>', above), ('<=', maximum))
                   if math.isfinite(limit)]
         allowed = f'{"a whole number" if integer else "a number"} {" and ".join(limits)}'.rstrip()
-        # PyYAML reads 5e-2 as text
+        # PyYAML reads 5e-2 as a string.
         hint = ' (in YAML, write 0.05 or 5.0e-2, not 5e-2)' if isinstance(value, str) else ''
         raise ValueError(f'{name} must be {allowed}, got {value!r}{hint}.')
     return value

@@ -1,8 +1,8 @@
-"""One batch out of those of all processes
+"""Gather batches from all processes
 
-Batch shaping compares gates with their prior over a batch, and a budget is one of a batch's mean: neither is the
-average of what processes find for their own parts of it. Gathered, the gates of all processes make the loss of one
-process with the whole batch, in value and in gradient.
+Batch shaping compares the distribution of a gate over the batch with a prior, and a budget applies to the mean of the
+batch: neither loss is the average of the losses of the processes. With gathered gates, value and gradient equal those
+of one process with the complete batch.
 """
 from typing import Any, Tuple
 
@@ -14,37 +14,37 @@ __all__ = ['average_batches', 'gather_batch']
 
 
 def gather_batch(x: torch.Tensor) -> torch.Tensor:
-    """The rows of all processes, in the order of their ranks; x itself if there is one process.
+    """Rows of all processes, in the order of their ranks; `x` itself with a single process.
 
-    Made for losses that all processes compute alike and whose gradients DDP averages. Each process passes on the
-    gradient of its own rows, times the number of processes: the average is then the gradient of the one loss. What does
-    not come from here, such as the parameters of a prior, has that gradient in every process already.
+    All processes must compute the same loss from the result, and DDP must average the gradients. The backward pass
+    multiplies the gradient of the local rows by the number of processes, so that the average is the gradient of the
+    loss. Other inputs of the loss, such as the parameters of a prior, have the same gradient in every process.
 
-    Processes may have different numbers of rows. As in DDP, all of them must take part.
+    Processes may have different numbers of rows. All of them must call this function.
 
     Args:
-        x: What the samples of this process have, [N, …].
+        x: Values per sample of this process, [N, …].
     """
-    return _GatherBatch.apply(x) if _are_several() else x
+    return _GatherBatch.apply(x) if _is_distributed() else x
 
 
 def average_batches(means: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """Means over the samples of all processes; those of this process's samples if there is one process.
+    """Means over the samples of all processes; `means` itself with a single process.
 
-    One small collective, for what is logged: no gradient goes through it. All processes must take part.
+    For logging: the result has no gradient. All processes must call this function.
 
     Args:
-        means: Over the samples of this process, any shape.
-        batch_size: Number of these samples.
+        means: Means over the samples of this process, any shape.
+        batch_size: Number of samples of this process.
     """
-    if not _are_several():
+    if not _is_distributed():
         return means
     sums = batch_size * torch.cat((means.detach().flatten(), means.new_ones(1)))
     dist.all_reduce(sums)
     return (sums[:-1] / sums[-1]).view_as(means)
 
 
-def _are_several() -> bool:
+def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -55,7 +55,7 @@ class _GatherBatch(torch.autograd.Function):
         sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
         dist.all_gather(sizes, size)
         counts = torch.cat(sizes).tolist()
-        # Collectives want equal shapes.
+        # all_gather needs equal shapes.
         padded = F.pad(x, (0, 0) * (x.ndim - 1) + (0, max(counts) - x.shape[0])).contiguous()
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded)

@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all, and errors over those of others that say what is wrong"""
+"""Atomic writing of files and folders, and clear errors about unreadable files"""
 import errno
 import os
 import shutil
@@ -16,21 +16,21 @@ __all__ = ['check_new', 'explained', 'new_file', 'new_folder', 'sync_file']
 
 @contextmanager
 def explained(problem: str) -> Iterator[None]:
-    """Where a file of unknown origin is read: an error in here becomes a ValueError that begins with the problem.
+    """Turn any error about the content of a file into a ValueError that begins with `problem`.
 
-    What a file may hold, and how that then fails, has no end. Errors of the system and of the network stay as they are.
+    Errors of the operating system and of the network are unchanged.
 
     Args:
-        problem: What went wrong then, with the name of the file.
+        problem: Description of the problem, with the name of the file.
     """
     try:
         yield
     except (HTTPError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        said = isinstance(error, ValueError) and not isinstance(error, UnicodeError)
-        elsewhere = isinstance(error, OSError) and error.errno != errno.EINVAL  # (torch's, over a file cut short)
-        if said or elsewhere:
+        is_clear = isinstance(error, ValueError) and not isinstance(error, UnicodeError)
+        is_system = isinstance(error, OSError) and error.errno != errno.EINVAL  # torch raises EINVAL if truncated
+        if is_clear or is_system:
             raise
         notes = ''.join(f'\n{note}' for note in getattr(error, '__notes__', ()))
         raise ValueError(f'{problem}: {error} ({type(error).__name__}){notes}') from error
@@ -38,14 +38,13 @@ def explained(problem: str) -> Iterator[None]:
 
 @contextmanager
 def new_file(path: Union[str, Path]) -> Iterator[Path]:
-    """Temporary file to write to, whose content `path` gets at the end; after an error nothing is left of it.
+    """Temporary file that replaces `path` when the context ends. After an error it is deleted.
 
-    The file at `path` is replaced in one step, and keeps its mode and extended attributes; a new one gets the mode that
-    the umask leaves. Links are followed. What cannot be replaced without a difference is written in place, once the
-    content is complete: a device, a pipe, an open file without a name, a file with other hard links, of another owner
-    or in a folder that is closed to writing, a mount point. A file that is closed to writing is an error, as it is for
-    `open`. Any number of processes may write to one path: each replacement is whole, and the last one stays. A killed
-    process leaves a hidden folder, `.….partial`.
+    The file at `path` is replaced atomically and keeps its mode and extended attributes; a new file gets the mode that
+    the umask allows. Links are followed. Devices, pipes, unnamed open files, mount points, and files with other hard
+    links, of another owner or in a read-only folder cannot be replaced: they are overwritten once the content is
+    complete. A read-only file raises an error, as with `open`. Several processes may write to one path; the last one
+    wins. A killed process leaves a hidden folder, `.….partial`.
     """
     path = Path(path)
     is_special = _stat(path) is not None and not _is_open_file(path.resolve())
@@ -65,7 +64,7 @@ def new_file(path: Union[str, Path]) -> Iterator[Path]:
             partial.chmod(stat.S_IMODE(created.st_mode))
         else:
             shutil.copystat(path, partial)
-            os.utime(partial)  # (it is written now)
+            os.utime(partial)  # the time of writing
         try:
             os.replace(partial, path)
         except OSError as error:
@@ -75,7 +74,7 @@ def new_file(path: Union[str, Path]) -> Iterator[Path]:
 
 
 def _stat(path: Path) -> Optional[os.stat_result]:
-    """None if there is nothing."""
+    """Status of a path; None if it does not exist."""
     try:
         return path.stat()
     except FileNotFoundError:
@@ -83,7 +82,7 @@ def _stat(path: Path) -> Optional[os.stat_result]:
 
 
 def _is_open_file(path: Path) -> bool:
-    """Whether this is a regular file that may be written, in a folder that may be."""
+    """Whether a path is a writable regular file in a writable folder."""
     return path.is_file() and os.access(path, os.W_OK) and os.access(path.parent, os.W_OK | os.X_OK)
 
 
@@ -104,7 +103,7 @@ def sync_file(path: Union[str, Path]) -> None:
 
 
 def check_new(directory: Union[str, Path]) -> None:
-    """Refuse a folder that has something in it."""
+    """Raise a ValueError if the folder exists and is not empty."""
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f'{directory} exists already; choose a folder that does not.')
@@ -112,11 +111,11 @@ def check_new(directory: Union[str, Path]) -> None:
 
 @contextmanager
 def new_folder(directory: Union[str, Path]) -> Iterator[Path]:
-    """A folder to write to, which becomes `directory` at the end; after an error nothing is left of it."""
+    """Temporary folder that becomes `directory` when the context ends. After an error it is deleted."""
     directory = Path(directory).resolve()
     check_new(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    # (A folder within a temporary one, because temporary ones are closed to others.)
+    # A folder inside the temporary one, whose mode forbids access by others.
     with tempfile.TemporaryDirectory(prefix=f'.{directory.name}.', dir=directory.parent) as temporary:
         partial = Path(temporary) / directory.name
         partial.mkdir()

@@ -1,7 +1,7 @@
-"""What gated trainings change in the frameworks, installed when the first gate or objective is made
+"""Patches of the training frameworks, installed when the first gate or objective is created
 
-Importing this package registers its models and changes nothing that other models use. A gate or an objective that is
-built, copied or unpickled calls `install`, and so every gated network does.
+Importing this package registers its models and changes nothing that other models use. Building, copying or unpickling a
+gate or an objective calls `install`.
 """
 import functools
 import threading
@@ -14,10 +14,10 @@ _lock = threading.Lock()
 
 
 def on_first_use(installer: Callable[[], None]) -> Callable[[], None]:
-    """Decorator: `install` calls the function; it may be called before that, and takes effect once.
+    """Decorator for a function that `install` calls. Further calls have no effect.
 
     Args:
-        installer: Changes a framework. It must pass on what does not concern gated networks to what was there before.
+        installer: Function that patches a framework. The patch must not affect models without gates and objectives.
     """
     once = functools.cache(installer)
     _pending.append(once)
@@ -25,7 +25,7 @@ def on_first_use(installer: Callable[[], None]) -> Callable[[], None]:
 
 
 def install() -> None:
-    """Call the functions that are waiting for the first gate or objective."""
-    with _lock:  # so that no thread goes on before they are done
+    """Call the functions registered by `on_first_use`."""
+    with _lock:  # other threads wait until all patches are installed
         while _pending:
             _pending.pop()()

@@ -1,4 +1,4 @@
-"""Helpers for models: wrappers and modes"""
+"""Wrappers and modes of models"""
 from contextlib import contextmanager
 from typing import Iterator
 
@@ -10,14 +10,14 @@ __all__ = ['evaluation_mode', 'unwrap']
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside of DDP or `torch.compile`."""
+    """The model inside its DDP or `torch.compile` wrapper."""
     wrapped = isinstance(model, (nn.parallel.DistributedDataParallel, torch._dynamo.OptimizedModule))
     return unwrap_model(model) if wrapped else model
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Context in which a model is in evaluation mode; afterwards each of its modules is in the mode it was in."""
+    """Context in which a model is in evaluation mode. The mode of every module is restored at the end."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()

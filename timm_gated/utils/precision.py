@@ -1,4 +1,4 @@
-"""In which precision gates are computed: float32, or that of their weights, whatever the rest of a network runs in"""
+"""Full precision for gates and their losses, regardless of autocast"""
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -8,27 +8,27 @@ __all__ = ['autocasts', 'check_floating', 'full_precision', 'widen']
 
 
 def full_precision(x: torch.Tensor) -> AbstractContextManager:
-    """Context without autocast where `x` is: gates are too small to gain from it, and their decisions would suffer."""
+    """Context without autocast on the device of `x`. Gates gain no speed from autocast, and lose accuracy."""
     return torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()
 
 
 def autocasts(x: torch.Tensor) -> bool:
-    """Whether autocast is on where `x` is."""
+    """Whether autocast is enabled on the device of `x`."""
     device_type = x.device.type
     if device_type == 'meta':
         return False
-    # (The compiler of torch 2.9 cannot trace that question, and has no other devices for which the answer is no.)
+    # The compiler of torch 2.9 cannot trace `is_autocast_available`, and supports only devices that have autocast.
     available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
     return available and torch.is_autocast_enabled(device_type)
 
 
 def widen(x: torch.Tensor) -> torch.Tensor:
-    """Half precision to float32. Backward, a gradient too large for x's dtype is clamped instead of being infinite."""
+    """Cast half precision to float32. Gradients are clamped to the range of the dtype of `x`."""
     return _Widen.apply(check_floating(x))
 
 
 def check_floating(x: torch.Tensor) -> torch.Tensor:
-    """Return a floating-point tensor; refuse others, whose results would be rounded to their dtype."""
+    """Return a floating-point tensor; raise a ValueError for any other dtype."""
     if not x.is_floating_point():
         raise ValueError(f'x must be a floating-point tensor, got {x.dtype}.')
     return x

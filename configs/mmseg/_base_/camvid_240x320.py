@@ -1,4 +1,4 @@
-# CamVid at half its size, small crops: data/camvid/{images,annotations}/{train,val,test}.
+# CamVid at half resolution with small crops: data/camvid/{images,annotations}/{train,val,test}.
 custom_imports = dict(imports=['mmseg_plugin'], allow_failed_imports=False)
 crop_size = (160, 208)
 train_pipeline = [

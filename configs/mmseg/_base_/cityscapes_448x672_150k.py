@@ -1,5 +1,5 @@
 # The paper's Cityscapes schedule: crop 448 x 672, mirror, resize by 0.5 to 2, batch 6, 150k iterations, lr 2e-2 poly
-# 0.9, momentum 0.9, weight decay 1e-4. Single GPU, so plain BN.
+# 0.9, momentum 0.9, weight decay 1e-4. One GPU, hence BN instead of SyncBN.
 _base_ = ['mmseg::_base_/datasets/cityscapes.py']
 custom_imports = dict(imports=['mmseg_plugin'], allow_failed_imports=False)
 crop_size = (448, 672)
@@ -24,6 +24,6 @@ default_hooks = dict(
     param_scheduler=dict(type='ParamSchedulerHook'),
     checkpoint=dict(
         type='CheckpointHook', by_epoch=False, interval=5000, save_best='mIoU',
-        backend_args=dict(backend='timm_gated_local')),  # files are written whole or not at all
+        backend_args=dict(backend='timm_gated_local')),  # atomic writes
     sampler_seed=dict(type='DistSamplerSeedHook'),
     visualization=dict(type='SegVisualizationHook'))

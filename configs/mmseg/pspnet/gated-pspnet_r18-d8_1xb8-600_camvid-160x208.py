@@ -1,5 +1,5 @@
-# Gated PSPNet-R18 from scratch on CamVid, for two CPU cores: batch shaping alone, lambda fixed at 0.2 (times the sum
-# over gates), as in the paper's Cityscapes experiment.
+# Gated PSPNet-R18 from scratch on CamVid, for two CPU cores: batch shaping only, lambda fixed at 0.2 and applied to the
+# sum over gates, as in the paper's Cityscapes experiment.
 _base_ = ['./pspnet_r18-d8_1xb8-600_camvid-160x208.py']
 model = dict(
     backbone=dict(type='GatedResNetV1c'),

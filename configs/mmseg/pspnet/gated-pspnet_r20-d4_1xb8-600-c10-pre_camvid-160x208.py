@@ -1,4 +1,4 @@
-# Gated PSPNet on CamVid whose backbone is the CIFAR ResNet-20, from the package's own CIFAR-10 weights.
+# Gated PSPNet on CamVid with the CIFAR ResNet-20 as backbone, from the packaged CIFAR-10 weights.
 _base_ = ['./gated-pspnet_r18-d8_1xb8-600_camvid-160x208.py']
 model = dict(
     backbone=dict(

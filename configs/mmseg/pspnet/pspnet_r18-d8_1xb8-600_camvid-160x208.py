@@ -4,7 +4,8 @@ _base_ = [
 ]
 norm_cfg = dict(type='BN', requires_grad=True)
 model = dict(
-    type='GatedEncoderDecoder',  # without gates; it counts MACs
+    type='GatedEncoderDecoder',  # for count_macs; the backbone has no gates
+    count_macs=True,
     data_preprocessor=dict(size=(160, 208)),
     pretrained=None,
     backbone=dict(depth=18, norm_cfg=norm_cfg),
@@ -23,7 +24,7 @@ default_hooks = dict(
     param_scheduler=dict(type='ParamSchedulerHook'),
     checkpoint=dict(
         type='CheckpointHook', by_epoch=False, interval=300, max_keep_ckpts=2,
-        backend_args=dict(backend='timm_gated_local')),  # files are written whole or not at all
+        backend_args=dict(backend='timm_gated_local')),  # atomic writes
     sampler_seed=dict(type='DistSamplerSeedHook'),
     visualization=dict(type='SegVisualizationHook'))
 randomness = dict(seed=0)

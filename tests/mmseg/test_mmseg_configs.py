@@ -1,0 +1,108 @@
+"""The configs of configs/mmseg and the options that their README describes"""
+import logging
+import re
+from types import SimpleNamespace
+
+import mmseg_plugin  # noqa: F401  (must precede imports of mmseg)
+
+# isort: split
+import numpy as np
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import DefaultScope
+from mmseg.registry import DATASETS, HOOKS, METRICS, MODELS
+from paths import ROOT
+from PIL import Image
+
+from timm_gated import gates
+from timm_gated.utils import installation
+
+CONFIGS = sorted((ROOT / 'configs' / 'mmseg').glob('[!_]*/*.py'))
+
+
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
+def test_config_builds(path):
+    cfg = Config.fromfile(path)
+    cfg.model.backbone.pop('init_cfg', None)  # its weights would be downloaded
+    model = MODELS.build(cfg.model)
+    gated = path.stem.startswith('gated')
+    assert bool(gates(model)) == gated
+    wrapper = build_optim_wrapper(model, cfg.optim_wrapper)
+    gate_parameters = {id(p) for _, gate in gates(model) for p in gate.parameters()}
+    for group in wrapper.param_groups:
+        for parameter in group['params']:
+            expected = 1e-6 if id(parameter) in gate_parameters else 1e-4
+            assert group['weight_decay'] == pytest.approx(expected)
+    assert not any(isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules())
+    if gated:
+        lam = 0.05 if 'lam0.05' in path.stem else 0.2
+        assert [(loss.loss_name, loss.loss_weight) for loss in model.gate_losses] == [('loss_batch_shaping', lam)]
+
+
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
+def test_macs_are_counted_where_a_metric_reports_them(path):
+    cfg = Config.fromfile(path)
+    for evaluator in (cfg.val_evaluator, cfg.test_evaluator):
+        metrics = evaluator if isinstance(evaluator, list) else [evaluator]
+        assert cfg.model.get('count_macs', False) == any(metric.type == 'MACsMetric' for metric in metrics)
+
+
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
+def test_checkpoints_are_written_atomically_and_load(path, monkeypatch):
+    """Dense configs too: building their segmentor lets mmengine load its checkpoints."""
+    cfg, calls = Config.fromfile(path), []
+    assert cfg.default_hooks.checkpoint.backend_args == dict(backend='timm_gated_local')
+    monkeypatch.setattr(installation, '_pending', [lambda: calls.append(True)])
+    cfg.model.backbone.pop('init_cfg', None)
+    MODELS.build(cfg.model)
+    assert calls
+
+
+@pytest.mark.parametrize('path', [path for path in CONFIGS if 'cityscapes' in path.stem], ids=lambda path: path.stem)
+def test_cityscapes_schedule(path):
+    cfg = Config.fromfile(path)
+    assert cfg.train_dataloader.batch_size == 6 and cfg.train_cfg.max_iters == 150000
+    assert [step.type for step in cfg.train_dataloader.dataset.pipeline] == [
+        'LoadImageFromFile', 'LoadAnnotations', 'RandomResize', 'RandomCrop', 'RandomFlip', 'PackSegInputs']
+    assert cfg.train_dataloader.dataset.pipeline[3].crop_size == (448, 672)
+    assert cfg.optim_wrapper.optimizer.lr == 0.02 and cfg.param_scheduler[0].eta_min == 0
+    assert cfg.param_scheduler[0].power == 0.9 and cfg.model.test_cfg.mode == 'whole'
+    pretrained = cfg.model.backbone.get('init_cfg', {}).get('checkpoint')
+    assert pretrained == ('open-mmlab://resnet50_v1c' if 'in1k-pre' in path.stem else None)
+    assert cfg.model.get('pretrained') is None
+
+
+def test_options_of_the_readme():
+    readme = (ROOT / 'configs' / 'mmseg' / 'README.md').read_text()
+    snippet = re.search(r'```python\n(.*?)```', readme, re.DOTALL).group(1)
+    options: dict = {}
+    exec(snippet, options)
+    path = 'configs/mmseg/pspnet/gated-pspnet_r50-d8_1xb6-150k_cityscapes-448x672.py'
+    assert path in (ROOT / 'README.md').read_text()
+    cfg = Config.fromfile(ROOT / path)
+    cfg.merge_from_dict(dict(model=options['model'], optim_wrapper=options['optim_wrapper']))
+    model = MODELS.build(cfg.model)
+    hooks = [HOOKS.build(hook) for hook in options['custom_hooks']]
+    assert all(METRICS.build(metric) for metric in options['val_evaluator'])
+    runner = SimpleNamespace(model=model, max_iters=100, max_epochs=10, logger=logging.getLogger('runner'))
+    for hook in hooks[:2]:
+        hook.before_train(runner)
+    assert model.count_macs
+    assert [loss.loss_name for loss in model.gate_losses] == ['loss_batch_shaping', 'loss_l0', 'loss_feature_shaping']
+    build_optim_wrapper(model, cfg.optim_wrapper)
+
+
+def test_camvid(tmp_path):
+    for kind, suffix, values in (('images', 'jpg', (6, 8, 3)), ('annotations', 'png', (6, 8))):
+        (tmp_path / kind / 'train').mkdir(parents=True)
+        Image.fromarray(np.full(values, 5, dtype=np.uint8)).save(tmp_path / kind / 'train' / f'0001.{suffix}')
+    cfg = Config.fromfile(ROOT / 'configs' / 'mmseg' / 'pspnet' / 'gated-pspnet_r18-d8_1xb8-600_camvid-160x208.py')
+    cfg = cfg.train_dataloader.dataset
+    cfg.data_root = str(tmp_path)
+    cfg.pipeline = [dict(type='LoadImageFromFile'), dict(type='LoadAnnotations'), dict(type='PackSegInputs')]
+    with DefaultScope.overwrite_default_scope('mmseg'):
+        data_set = DATASETS.build(cfg)
+        assert (data_set[0]['data_samples'].gt_sem_seg.data == 5).all()
+    assert len(data_set) == 1 and data_set.metainfo['classes'][5] == 'tree' and len(data_set.metainfo['palette']) == 11
