@@ -1,4 +1,12 @@
-/* A gated network as a list of operations, and the plan to run it on images of one size. */
+/* A gated network, and how it is run:
+ *
+ *     network_t    operations with packed weights; made once, by tg_network_new and tg_add_*      network.c
+ *     plan_t       shapes, algorithms and sizes of memory for one image size; tg_plan_new         plan.c
+ *     workspace_t  memory and threads for one call at a time; tg_workspace_new                    workspace.c, threads.c
+ *     tg_run       runs a batch in a workspace                                                    run.c, run_conv.c, run_map.c
+ *
+ * Kernels (kernels.h) do the arithmetic, once per instruction set. Python calls the tg_ functions; their signatures are
+ * in inference/native.py, and tg_version must change with them. */
 #ifndef TIMM_GATED_NETWORK_H
 #define TIMM_GATED_NETWORK_H
 

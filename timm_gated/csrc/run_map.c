@@ -1,0 +1,144 @@
+/* Pooling, resizing and subsampling of maps. */
+#include <math.h>
+#include <string.h>
+
+#include "run.h"
+
+/* Compute row i of a max-pooled plane: reduce the columns of the window, then the row. */
+static void max_pool_row(
+    const kernels_t *kernels, const op_t *op, const shape_t *in, int i, const float *plane, float *columns, int width,
+    float *out) {
+    int top = i * op->stride - op->padding, bottom = top + op->kernel;
+    top = top > 0 ? top : 0;
+    bottom = bottom < in->height ? bottom : in->height;
+    float *inner = columns + op->padding;
+    memcpy(inner, plane + (ptrdiff_t)top * in->width, (size_t)in->width * sizeof *columns);
+    for (int y = top + 1; y < bottom; y++)
+        kernels->maximum(inner, plane + (ptrdiff_t)y * in->width, in->width);
+    for (int x = 0; x < op->padding; x++)
+        columns[x] = -INFINITY;
+    for (int x = op->padding + in->width; x < pooled_columns(op, width); x++)
+        columns[x] = -INFINITY;
+    kernels->max_windows(columns, op->kernel, op->stride, out, width);
+}
+
+/* Compute row i of an average-pooled plane. Padding does not count. */
+static void average_row(
+    const op_t *op, const shape_t *in, int i, const float *plane, float *columns, int width, float *out) {
+    int top = i * op->stride - op->padding, bottom = top + op->kernel;
+    top = top > 0 ? top : 0;
+    bottom = bottom < in->height ? bottom : in->height;
+    memcpy(columns, plane + (ptrdiff_t)top * in->width, (size_t)in->width * sizeof *columns);
+    for (int y = top + 1; y < bottom; y++) {
+        const float *row = plane + (ptrdiff_t)y * in->width;
+        for (int x = 0; x < in->width; x++)
+            columns[x] += row[x];
+    }
+    for (int j = 0; j < width; j++) {
+        int left = j * op->stride - op->padding, right = left + op->kernel;
+        left = left > 0 ? left : 0;
+        right = right < in->width ? right : in->width;
+        float value = columns[left];
+        for (int x = left + 1; x < right; x++)
+            value += columns[x];
+        out[j] = value / (float)((bottom - top) * (right - left));
+    }
+}
+
+void run_pool(context_t *context, const op_t *op, const step_t *step) {
+    const kernels_t *kernels = context->plan->network->kernels;
+    const shape_t *in = &step->in, *out = &step->out;
+    range_t channels = part(context, in->channels);
+    for (ptrdiff_t c = channels.begin; c < channels.end; c++) {
+        const float *x = context->sample->buffers[op->in] + c * in->plane;
+        float *y = context->sample->buffers[op->out] + c * out->plane;
+        for (int i = 0; i < out->height; i++, y += out->width)
+            if (op->kind == MAX_POOL)
+                max_pool_row(kernels, op, in, i, x, context->own->plane, out->width, y);
+            else
+                average_row(op, in, i, x, context->own->plane, out->width, y);
+    }
+}
+
+void run_adaptive_pool(context_t *context, const op_t *op, const step_t *step) {
+    const shape_t *in = &step->in;
+    const int bins = op->kernel;
+    float *columns = context->own->plane;
+    range_t channels = part(context, in->channels);
+    for (ptrdiff_t c = channels.begin; c < channels.end; c++) {
+        const float *x = context->sample->buffers[op->in] + c * in->plane;
+        float *y = context->sample->buffers[op->out] + c * step->out.plane;
+        for (int i = 0; i < bins; i++) {
+            int top = (int)((int64_t)i * in->height / bins);
+            int bottom = (int)(((int64_t)(i + 1) * in->height + bins - 1) / bins);
+            memcpy(columns, x + (ptrdiff_t)top * in->width, (size_t)in->width * sizeof *columns);
+            for (int row = top + 1; row < bottom; row++)
+                for (int j = 0; j < in->width; j++)
+                    columns[j] += x[(ptrdiff_t)row * in->width + j];
+            for (int j = 0; j < bins; j++) {
+                int left = (int)((int64_t)j * in->width / bins);
+                int right = (int)(((int64_t)(j + 1) * in->width + bins - 1) / bins);
+                double sum = context->plan->network->kernels->sum(columns + left, right - left);
+                *y++ = (float)(sum / ((double)(bottom - top) * (right - left)));
+            }
+        }
+    }
+}
+
+/* Position in a row of `in` pixels that pixel `i` of a row of `out` pixels is interpolated at, like torch. */
+static float source_position(int i, int in, int out, int align_corners) {
+    if (align_corners)
+        return out > 1 ? (float)i * ((float)(in - 1) / (float)(out - 1)) : 0.f;
+    float position = ((float)i + 0.5f) * ((float)in / (float)out) - 0.5f;
+    return position > 0.f ? position : 0.f;
+}
+
+void run_place(context_t *context, const op_t *op, const step_t *step) {
+    const shape_t *in = &step->in, *out = &step->out;
+    float *rows = context->own->plane; /* of the input, resized to the width of the output */
+    range_t channels = part(context, in->channels);
+    for (ptrdiff_t c = channels.begin; c < channels.end; c++) {
+        const float *x = context->sample->buffers[op->in] + c * in->plane;
+        float *y = context->sample->buffers[op->out] + (c + op->before) * out->plane;
+        if (in->height == out->height && in->width == out->width) {
+            memcpy(y, x, (size_t)in->height * in->width * sizeof *y);
+            continue;
+        }
+        for (int j = 0; j < out->width; j++) {
+            float position = source_position(j, in->width, out->width, op->align_corners);
+            int left = (int)position < in->width - 1 ? (int)position : in->width - 1;
+            int right = left + (left < in->width - 1);
+            float weight = position - (float)left;
+            for (int i = 0; i < in->height; i++) {
+                const float *row = x + (ptrdiff_t)i * in->width;
+                rows[(ptrdiff_t)i * out->width + j] = (1.f - weight) * row[left] + weight * row[right];
+            }
+        }
+        for (int i = 0; i < out->height; i++, y += out->width) {
+            float position = source_position(i, in->height, out->height, op->align_corners);
+            int top = (int)position < in->height - 1 ? (int)position : in->height - 1;
+            int bottom = top + (top < in->height - 1);
+            float weight = position - (float)top;
+            const float *above = rows + (ptrdiff_t)top * out->width, *below = rows + (ptrdiff_t)bottom * out->width;
+            for (int j = 0; j < out->width; j++)
+                y[j] = (1.f - weight) * above[j] + weight * below[j];
+        }
+    }
+}
+
+void run_subsample(context_t *context, const op_t *op, const step_t *step) {
+    const shape_t *in = &step->in, *out = &step->out;
+    range_t channels = part(context, out->channels);
+    for (ptrdiff_t c = channels.begin; c < channels.end; c++) {
+        float *y = context->sample->buffers[op->out] + c * out->plane;
+        ptrdiff_t from = c - op->before;
+        if (from < 0 || from >= in->channels) {
+            memset(y, 0, (size_t)out->plane * sizeof *y);
+            continue;
+        }
+        const float *x = context->sample->buffers[op->in] + from * in->plane;
+        for (int i = 0; i < out->height; i++, y += out->width)
+            context->plan->network->kernels->subsample(
+                x + (ptrdiff_t)i * op->stride * in->width, op->stride, y, out->width);
+    }
+}
