@@ -292,7 +292,7 @@ def drop(weights, *prefixes):
 @pytest.mark.parametrize('change, message, stock', [
     (lambda w: drop(w, 'layer1.0.conv1.weight'), 'missing: layer1.0.conv1.weight', 'missing'),
     (lambda w: drop(w, 'fc.bias'), 'missing: fc.bias', 'Missing key'),
-    (lambda w: drop(w, 'layer1.0.gate1.fc1.bias'), 'missing: layer1.0.gate1.fc1.bias', 'only half'),
+    (lambda w: drop(w, 'layer1.0.gate1.fc1.bias'), 'missing: layer1.0.gate1.fc1.bias', 'is incomplete'),
     (lambda w: drop(w, 'layer1.0.gate1.'), 'missing: layer1.0.gate1', None),
     (lambda w: {**w, 'more': torch.ones(1)}, 'unexpected: more', 'unexpected: more'),
     (lambda w: {**w, 'fc.bias': torch.ones(3)}, r'other shapes: fc.bias \(3,\) instead of \(10,\)',

@@ -17,7 +17,7 @@ def test_half_a_gate_is_an_error(lost, strict):
     model = create('gated_resnet20')
     state_dict = model.state_dict()
     del state_dict[f'layer2.1.gate1.{lost}']
-    with pytest.raises(RuntimeError, match=rf'layer2\.1\.gate1 is only half.*layer2\.1\.gate1\.{lost}'):
+    with pytest.raises(RuntimeError, match=rf'layer2\.1\.gate1 is incomplete.*layer2\.1\.gate1\.{lost}'):
         model.load_state_dict(state_dict, strict=strict)
     with pytest.raises(RuntimeError, match=rf'layer2\.1\.gate1\.{lost}'):
         model.load_state_dict(checkpoint_filter_fn(state_dict, model), strict=strict)
@@ -28,7 +28,7 @@ def test_a_gate_of_one_key_is_an_error(strict):
     model = create('gated_resnet20')
     state_dict = create('cifar_resnet20').state_dict()
     state_dict['layer1.0.gate1.fc1.weight'] = model.layer1[0].gate1.fc1.weight
-    with pytest.raises(RuntimeError, match=r'layer1\.0\.gate1 is only half.*fc2\.weight'):
+    with pytest.raises(RuntimeError, match=r'layer1\.0\.gate1 is incomplete.*fc2\.weight'):
         model.load_state_dict(state_dict, strict=strict)
 
 
