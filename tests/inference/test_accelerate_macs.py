@@ -37,8 +37,10 @@ def test_by_hand(backend, isa):
     assert macs.dense == stem + 4 * per_filter[0] + 6 * per_filter[1] + 8 * per_filter[2] + head
     used = stem + 3 * per_filter[0] + 8 * per_filter[2] + head + overhead
     assert macs.per_sample.tolist() == [used] * 2 and macs.share == used / macs.dense
-    assert macs.by_module[''].per_sample.tolist() == [used - head] * 2
-    assert macs.by_module['head.1'].dense == head and not macs.uncounted
+    parts = {'': used} if backend == 'native' else {'': used - head, 'head.1': head}  # the kernels run the classifier
+    assert {name: part.per_sample.tolist() for name, part in macs.by_module.items()} == {
+        name: [part] * 2 for name, part in parts.items()}
+    assert not macs.uncounted
 
 
 @backends

@@ -359,7 +359,7 @@ def classification_step(
         num_classes: Number of classes of the data; labels must be below it.
         outputs: Indices of the outputs to use, in the order of the labels; all by default.
     """
-    device = next(model.parameters()).device
+    device = next((parameter.device for parameter in model.parameters()), torch.device('cpu'))
 
     def step(batch: Any) -> Outcome:
         images, labels = (part.to(device) for part in batch)

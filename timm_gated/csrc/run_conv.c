@@ -70,7 +70,8 @@ static void run_packed(context_t *context, const conv_t *conv, const float *x, p
     if (own.begin == own.end || rows.begin == rows.end)
         return;
     int chunk = even_part((int)(own.end - own.begin), CHUNK_VECTORS);
-    int most = PACKED_FLOATS / (chunk * lanes * conv->taps), block = conv->n_in;
+    /* Sums do not depend on the number of threads: the blocks of channels are the same for every chunk. */
+    int most = PACKED_FLOATS / (CHUNK_VECTORS * lanes * conv->taps), block = conv->n_in;
     if (block > most)
         block = even_part(block, most > 1 ? most : 1);
     float *panels = context->own->plane;
@@ -188,12 +189,12 @@ static void interleave(
         }
 }
 
-static void run_winograd(context_t *context, conv_t *conv) {
-    const kernels_t *kernels = context->plan->network->kernels;
+static void run_winograd(context_t *shared, conv_t *conv) {
+    const kernels_t *kernels = shared->plan->network->kernels;
     const step_t *step = conv->step;
     const tiling_t *tiling = &step->tiling;
-    float *v = context->sample->scratch, *m = v + tiling->points * step->v_point;
-    float *padded = context->own->plane;
+    float *v = shared->sample->scratch, *m = v + tiling->points * step->v_point;
+    float *padded = shared->own->plane;
     ptrdiff_t point = packing(conv->op, 1).point;
     product_t product = conv->product;
     product.bias = NULL;
@@ -202,8 +203,23 @@ static void run_winograd(context_t *context, conv_t *conv) {
     product.x_row = product.out_row = kernels->lanes;
     product.x_vector = v_vector;
     product.out_vector = m_vector;
-    for (int begin = 0; begin < tiling->vectors; begin += step->block) {
-        int end = begin + step->block < tiling->vectors ? begin + step->block : tiling->vectors;
+    /* Threads run their own tiles of large maps, in their own parts of the scratch memory. Of small maps, they share all
+     * tiles: they split channels, then points, then rows. */
+    context_t alone = *shared;
+    const context_t *context = shared;
+    range_t own = {0, tiling->vectors};
+    int block = step->block;
+    if (shared->threads > 1 && tiling->vectors >= 2 * shared->threads && block >= shared->threads) {
+        own = part(shared, tiling->vectors);
+        block /= shared->threads;
+        v += shared->thread * block * v_vector;
+        m += shared->thread * block * m_vector;
+        alone.thread = 0;
+        alone.threads = 1;
+        context = &alone;
+    }
+    for (int begin = (int)own.begin; begin < own.end; begin += block) {
+        int end = begin + block < own.end ? begin + block : (int)own.end;
         /* Rows of the padded planes that these tiles read. */
         const piece_t *pieces = tiling->pieces;
         int last = end * tiling->pieces_per_vector - 1;

@@ -17,7 +17,7 @@ from torch.overrides import has_torch_function_unary
 
 from ..layers import MacCounter, Macs, ModuleMacs, run_and_report
 from ..utils import check_number
-from .compiler import Trunk, compile_trunk, find_trunk
+from .compiler import Trunk, compile_trunk, find_trunk, is_plain_classifier
 from .cost import ProgramCost
 from .native import NativeRunner, why_not
 from .plan import ExecutionPlan, PlannedLayer
@@ -32,6 +32,9 @@ BACKENDS = ('auto', 'native', 'torch')
 class Accelerated(nn.Module):
     """An accelerated network: a trunk that a backend runs, then the head.
 
+    The native backend also runs a head of average pooling and a linear layer: torch's threads would wait actively for
+    more work afterwards, and slow down the next call.
+
     Attributes:
         backend: 'native' or 'torch'.
     """
@@ -44,13 +47,15 @@ class Accelerated(nn.Module):
             names: Optional[Mapping[int, str]] = None,
     ) -> None:
         super().__init__()
-        program = compile_trunk(parts.modules, names)
+        self._runs_head = backend == 'native' and is_plain_classifier(parts.head)
+        modules = [*parts.modules, (parts.head, True)] if self._runs_head else parts.modules
+        program = compile_trunk(modules, names)  # type: ignore[arg-type]
         self.backend = backend
         self._assemble = parts.assemble
         self._cost = ProgramCost(program)
         self.runner: Union[NativeRunner, SlicedRunner] = (
             NativeRunner(program, isa) if backend == 'native' else SlicedRunner(program))
-        self.head = copy.deepcopy(parts.head)
+        self.head = None if self._runs_head else copy.deepcopy(parts.head)
         if backend == 'native' and self.head is not None:
             self.head.to('cpu', torch.float32)
         super().train(False)
@@ -66,27 +71,34 @@ class Accelerated(nn.Module):
     @torch.no_grad()
     def forward_features(self, x: torch.Tensor) -> Any:
         """Return the last map, or the features of a features_only network."""
-        if has_torch_function_unary(x):  # a MacCounter is active
-            return run_and_report(self, x)[0]
-        return self._assemble(self.runner(x))
+        maps = self._run(x)
+        return self._assemble(maps[:-1] if self._runs_head else maps)
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor) -> Any:
-        return self._finish(self.forward_features(x), x.dtype)
+        return self._finish(self._run(x), x.dtype)
 
-    def _finish(self, features: Any, dtype: torch.dtype) -> Any:
+    def _run(self, x: torch.Tensor) -> List[torch.Tensor]:
+        if has_torch_function_unary(x):  # a MacCounter is active
+            return run_and_report(self, x)[0]
+        return self.runner(x)
+
+    def _finish(self, maps: List[torch.Tensor], dtype: torch.dtype) -> Any:
+        if self._runs_head:
+            return maps[-1].flatten(1)
+        features = self._assemble(maps)
         if self.head is None:
             return features
         if self.backend == 'torch' or dtype == torch.float32:
             return self.head(features)
         return self.head(features.float()).to(dtype)  # float32, like the trunk
 
-    def run_with_cost(self, x: torch.Tensor) -> Tuple[Any, ModuleMacs]:
-        """Like `forward_features`, but also return the MACs."""
+    def run_with_cost(self, x: torch.Tensor) -> Tuple[List[torch.Tensor], ModuleMacs]:
+        """Return the maps that the program outputs, and the MACs."""
         num_open = torch.empty(len(x), self._cost.num_gates, dtype=torch.int32, device='cpu')
-        features = self._assemble(self.runner(x, num_open))
+        maps = self.runner(x, num_open)
         cost = self._cost.at(*x.shape[2:])
-        return features, ModuleMacs(cost.dense, cost.used(num_open).to(x.device))
+        return maps, ModuleMacs(cost.dense, cost.used(num_open).to(x.device))
 
     @torch.no_grad()
     def run_with_macs(self, x: torch.Tensor) -> Tuple[Any, Macs]:
@@ -108,12 +120,12 @@ class Accelerated(nn.Module):
             if len(x):
                 cost.network = macs
             return output, macs
-        features, trunk = self.run_with_cost(x)
+        maps, trunk = self.run_with_cost(x)
         by_module = {
             name: ModuleMacs(part.dense, torch.full_like(trunk.per_sample, part.dense)) if name else trunk
             for name, part in cost.network.by_module.items()}
         per_sample = trunk.per_sample + (cost.network.dense - trunk.dense)
-        return self._finish(features, x.dtype), Macs(
+        return self._finish(maps, x.dtype), Macs(
             cost.network.dense, per_sample, by_module, cost.network.uncounted)
 
     @torch.no_grad()

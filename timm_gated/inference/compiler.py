@@ -10,17 +10,18 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optio
 
 import torch
 import torch.nn as nn
+from timm.layers import SelectAdaptivePool2d
 from timm.models._features import FeatureDictNet, FeatureGetterNet, FeatureHookNet, FeatureListNet
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
 
 from ..layers import ChannelGate, GatedBasicBlock, GatedBottleneck, GatedConvs
 from ..models import AigBasicBlock, AigBottleneck, AigGate, CarryNet, CarryStage, CifarResNet, PadShortcut
-from .program import ConvOp, GateOp, Op, OutputOp, PoolOp, Program, SkipOp, SubsampleOp
+from .program import AdaptivePoolOp, ConvOp, GateOp, Op, OutputOp, PoolOp, Program, SkipOp, SubsampleOp
 
 __all__ = [
-    'Compiler', 'Trunk', 'compile_module', 'compile_trunk', 'find_trunk', 'is_plain_conv', 'register_forward',
-    'sequence', 'trunk',
+    'Compiler', 'Trunk', 'compile_module', 'compile_trunk', 'find_trunk', 'is_plain_classifier', 'is_plain_conv',
+    'register_forward', 'sequence', 'trunk',
 ]
 
 # Forward methods that the compiler reproduces. Classes that override them are refused.
@@ -212,7 +213,7 @@ class Compiler:
         switches = getattr(block, 'gated_convs', {})
         for gate in dict.fromkeys(gate for name in names for gate in switches.get(name, ()) if gate is not None):
             op = _gate(gate, source, self._number(gate))
-            op.name = self._names.get(id(gate), '')
+            op.name = self.name(gate)
             self.ops.append(op)
         residual = self._add_shortcut(block.downsample, source)
         if _is_block_gated(names, switches):
@@ -251,9 +252,13 @@ class Compiler:
                 raise _unsupported(leaf)
         return source
 
+    def name(self, module: nn.Module) -> str:
+        """Return the name of a module in the network, empty if it is not known."""
+        return self._names.get(id(module), '')
+
     def _conv(self, module: nn.Conv2d, source: int, target: int) -> ConvOp:
         op = _conv(module, source, target)
-        op.name = self._names.get(id(module), '')
+        op.name = self.name(module)
         return op
 
     def _number(self, gate: nn.Module) -> int:
@@ -278,6 +283,30 @@ def compile_module(module: nn.Module, compiler: Compiler) -> None:
         compiler: Compiler to append its operations to.
     """
     raise _unsupported(module)
+
+
+@compile_module.register
+def _(module: SelectAdaptivePool2d, compiler: Compiler) -> None:
+    compiler.ops.append(AdaptivePoolOp(compiler.current, compiler.advance(), 1))
+
+
+@compile_module.register
+def _(module: nn.Linear, compiler: Compiler) -> None:
+    weight = module.weight.detach().clone()
+    bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach().clone()
+    op = ConvOp(compiler.current, compiler.advance(), weight[:, :, None, None], bias)
+    op.name = compiler.name(module)
+    compiler.ops.append(op)
+
+
+def is_plain_classifier(head: Optional[nn.Module]) -> bool:
+    """Whether a head is average pooling, optionally followed by a linear layer."""
+    if not isinstance(head, nn.Sequential) or len(head) != 2:
+        return False
+    pooling, linear = head
+    return (
+        type(pooling) is SelectAdaptivePool2d and pooling.pool_type == 'avg'
+        and not isinstance(pooling.flatten, nn.Identity) and type(linear) in (nn.Linear, nn.Identity))
 
 
 @singledispatch
