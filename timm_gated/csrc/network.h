@@ -98,6 +98,17 @@ INLINE ptrdiff_t row_offset(const packing_t *packing, int filter) {
     return filter / packing->side_by_side * packing->block + filter % packing->side_by_side;
 }
 
+/* Stride between planes: a multiple of the vector size that avoids cache conflicts. */
+INLINE ptrdiff_t plane_floats(ptrdiff_t pixels) {
+    ptrdiff_t floats = (pixels + MAX_LANES - 1) / MAX_LANES * MAX_LANES;
+    return floats % 1024 ? floats : floats + MAX_LANES;
+}
+
+/* Floats from one point of Winograd's algorithm to the next, for so many channels and vectors. */
+INLINE ptrdiff_t point_floats(int channels, int vectors, int lanes) {
+    return plane_floats((ptrdiff_t)channels * vectors * lanes) + MAX_LANES;
+}
+
 typedef struct {
     int channels, height, width;
     ptrdiff_t plane;

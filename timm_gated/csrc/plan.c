@@ -20,12 +20,6 @@ static ptrdiff_t round_up(ptrdiff_t value, int multiple) { return (value + multi
 static void at_least(size_t *size, size_t floats) { *size = *size > floats ? *size : floats; }
 static int greatest_common_divisor(int a, int b) { return b ? greatest_common_divisor(b, a % b) : a; }
 
-/* Stride between planes: a multiple of the vector size that avoids cache conflicts. */
-static ptrdiff_t plane_floats(ptrdiff_t pixels) {
-    ptrdiff_t floats = round_up(pixels, MAX_LANES);
-    return floats % 1024 ? floats : floats + MAX_LANES;
-}
-
 static int out_size(int size, const op_t *op) {
     int span = size + 2 * op->padding - op->dilation * (op->kernel - 1) - 1 + (op->ceil_mode ? op->stride - 1 : 0);
     if (span < 0)
@@ -153,10 +147,10 @@ static int plan_winograd(plan_t *plan, op_t *op, step_t *step, int size) {
     tiling->pieces = step->pieces;
     int vector = tiling->points * kernels->lanes * (op->c_in + op->c_out);
     step->block = even_part(tiling->vectors, max(1, WINOGRAD_FLOATS / vector));
-    ptrdiff_t floats = (ptrdiff_t)step->block * kernels->lanes;
-    step->v_point = plane_floats(op->c_in * floats) + MAX_LANES;
-    step->m_point = plane_floats(op->c_out * floats) + MAX_LANES;
-    at_least(&plan->scratch_floats, times(tiling->points, (size_t)(step->v_point + step->m_point)));
+    step->v_point = point_floats(op->c_in, step->block, kernels->lanes);
+    step->m_point = point_floats(op->c_out, step->block, kernels->lanes);
+    /* for two threads; more of them work on smaller blocks */
+    at_least(&plan->scratch_floats, times(2 * (size_t)tiling->points, (size_t)(step->v_point + step->m_point)));
     size_t phases = (size_t)op->dilation * op->dilation;
     at_least(&plan->thread_floats, times(times(phases, tiling->phase_rows), tiling->pitch));
     if (op->dilation > 1) /* outputs are computed by phase, then interleaved */

@@ -193,7 +193,8 @@ static void run_winograd(context_t *shared, conv_t *conv) {
     const kernels_t *kernels = shared->plan->network->kernels;
     const step_t *step = conv->step;
     const tiling_t *tiling = &step->tiling;
-    float *v = shared->sample->scratch, *m = v + tiling->points * step->v_point;
+    float *v = shared->sample->scratch;
+    ptrdiff_t v_point = step->v_point, m_point = step->m_point;
     float *padded = shared->own->plane;
     ptrdiff_t point = packing(conv->op, 1).point;
     product_t product = conv->product;
@@ -209,15 +210,24 @@ static void run_winograd(context_t *shared, conv_t *conv) {
     const context_t *context = shared;
     range_t own = {0, tiling->vectors};
     int block = step->block;
-    if (shared->threads > 1 && tiling->vectors >= 2 * shared->threads && block >= shared->threads) {
+    if (shared->threads > 1 && tiling->vectors >= 2 * shared->threads) {
+        do {
+            v_point = point_floats(conv->op->c_in, block, kernels->lanes);
+            m_point = point_floats(conv->op->c_out, block, kernels->lanes);
+        } while (shared->threads * (v_point + m_point) > 2 * (step->v_point + step->m_point) && --block);
+    }
+    if (shared->threads > 1 && tiling->vectors >= 2 * shared->threads && block) {
         own = part(shared, tiling->vectors);
-        block /= shared->threads;
-        v += shared->thread * block * v_vector;
-        m += shared->thread * block * m_vector;
+        v += shared->thread * tiling->points * (v_point + m_point);
         alone.thread = 0;
         alone.threads = 1;
         context = &alone;
+    } else {
+        block = step->block;
+        v_point = step->v_point;
+        m_point = step->m_point;
     }
+    float *m = v + tiling->points * v_point;
     for (int begin = (int)own.begin; begin < own.end; begin += block) {
         int end = begin + block < own.end ? begin + block : (int)own.end;
         /* Rows of the padded planes that these tiles read. */
@@ -230,15 +240,15 @@ static void run_winograd(context_t *shared, conv_t *conv) {
         range_t channels = part(context, conv->n_in);
         for (ptrdiff_t j = channels.begin; j < channels.end; j++) {
             pad(conv->op, &step->in, tiling, conv->in + j * step->in.plane, first_row, end_row, padded);
-            kernels->transform_input(tiling, padded, begin, end, v + j * kernels->lanes, v_vector, step->v_point);
+            kernels->transform_input(tiling, padded, begin, end, v + j * kernels->lanes, v_vector, v_point);
         }
         meet(context);
         range_t points = part(context, tiling->points);
         for (ptrdiff_t p = points.begin; p < points.end; p++) {
             product.row_offset = p * point;
             product.then = (p + 1 < points.end ? p + 1 : points.begin) * point;
-            product.x = v + p * step->v_point;
-            product.out = m + p * step->m_point;
+            product.x = v + p * v_point;
+            product.out = m + p * m_point;
             kernels->product(&product, 0, conv->n_out, end - begin);
         }
         meet(context);
@@ -250,11 +260,11 @@ static void run_winograd(context_t *shared, conv_t *conv) {
             float bias = context->own->bias[k];
             if (conv->op->dilation == 1) {
                 kernels->transform_output(
-                    tiling, mk, m_vector, step->m_point, begin, end, conv->out + at, residual, bias, conv->op->relu);
+                    tiling, mk, m_vector, m_point, begin, end, conv->out + at, residual, bias, conv->op->relu);
                 continue;
             }
             float *phases = context->own->plane;
-            kernels->transform_output(tiling, mk, m_vector, step->m_point, begin, end, phases, NULL, 0.f, 0);
+            kernels->transform_output(tiling, mk, m_vector, m_point, begin, end, phases, NULL, 0.f, 0);
             int per_vector = tiling->pieces_per_vector;
             interleave(
                 conv->op, &step->out, tiling, pieces + begin * per_vector, (end - begin) * per_vector, phases,

@@ -9,8 +9,9 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-/* How often a thread looks before it lets others run, and a worker without a job before it sleeps: some 50 us. */
-#define LOOKS 4000
+/* How often a thread looks before it lets others run, and a worker without a job before it sleeps: some 50 us. Without
+ * pause instructions: hypervisors take a loop of them for a reason to suspend the virtual core. */
+#define LOOKS 50000
 
 struct team {
     int size;
@@ -26,14 +27,6 @@ struct team {
     _Alignas(64) atomic_uint meetings;
 };
 
-static void relax(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 void team_meet(team_t *team) {
     unsigned meeting = atomic_load_explicit(&team->meetings, memory_order_acquire);
     if (atomic_fetch_add_explicit(&team->arrived, 1, memory_order_acq_rel) + 1 == team->size) {
@@ -42,9 +35,7 @@ void team_meet(team_t *team) {
         return;
     }
     for (int look = 0; atomic_load_explicit(&team->meetings, memory_order_acquire) == meeting; look++)
-        if (look < LOOKS)
-            relax();
-        else
+        if (look >= LOOKS)
             sched_yield();
 }
 
@@ -59,8 +50,8 @@ static void *work(void *started) {
     free(started);
     unsigned done = 0;
     for (;;) {
-        for (int look = 0; look < LOOKS && atomic_load_explicit(&team->jobs, memory_order_acquire) == done; look++)
-            relax();
+        for (int look = 0; look < LOOKS && atomic_load_explicit(&team->jobs, memory_order_acquire) == done;)
+            look++;
         if (atomic_load_explicit(&team->jobs, memory_order_acquire) == done) {
             pthread_mutex_lock(&team->mutex);
             while (atomic_load_explicit(&team->jobs, memory_order_acquire) == done)
