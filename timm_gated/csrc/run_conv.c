@@ -189,6 +189,22 @@ static void interleave(
         }
 }
 
+/* Number of vectors that a thread works on at a time if threads run their own tiles, in their own parts of the scratch
+ * memory. 0 if they share all tiles because there is one thread or the map is small. */
+static int block_per_thread(const context_t *context, const conv_t *conv) {
+    const step_t *step = conv->step;
+    const int threads = context->threads, lanes = context->plan->network->kernels->lanes;
+    if (threads == 1 || step->tiling.vectors < 2 * threads)
+        return 0;
+    int block = step->block;
+    while (block
+           && threads * (point_floats(conv->op->c_in, block, lanes) + point_floats(conv->op->c_out, block, lanes))
+               > 2 * (step->v_point + step->m_point))
+        block--;
+    return block;
+}
+
+/* Threads that share tiles split the channels, then the points, then the rows. */
 static void run_winograd(context_t *shared, conv_t *conv) {
     const kernels_t *kernels = shared->plan->network->kernels;
     const step_t *step = conv->step;
@@ -204,29 +220,20 @@ static void run_winograd(context_t *shared, conv_t *conv) {
     product.x_row = product.out_row = kernels->lanes;
     product.x_vector = v_vector;
     product.out_vector = m_vector;
-    /* Threads run their own tiles of large maps, in their own parts of the scratch memory. Of small maps, they share all
-     * tiles: they split channels, then points, then rows. */
     context_t alone = *shared;
     const context_t *context = shared;
     range_t own = {0, tiling->vectors};
-    int block = step->block;
-    if (shared->threads > 1 && tiling->vectors >= 2 * shared->threads) {
-        do {
-            v_point = point_floats(conv->op->c_in, block, kernels->lanes);
-            m_point = point_floats(conv->op->c_out, block, kernels->lanes);
-        } while (shared->threads * (v_point + m_point) > 2 * (step->v_point + step->m_point) && --block);
-    }
-    if (shared->threads > 1 && tiling->vectors >= 2 * shared->threads && block) {
+    int block = block_per_thread(shared, conv);
+    if (block) {
         own = part(shared, tiling->vectors);
+        v_point = point_floats(conv->op->c_in, block, kernels->lanes);
+        m_point = point_floats(conv->op->c_out, block, kernels->lanes);
         v += shared->thread * tiling->points * (v_point + m_point);
         alone.thread = 0;
         alone.threads = 1;
         context = &alone;
-    } else {
+    } else
         block = step->block;
-        v_point = step->v_point;
-        m_point = step->m_point;
-    }
     float *m = v + tiling->points * v_point;
     for (int begin = (int)own.begin; begin < own.end; begin += block) {
         int end = begin + block < own.end ? begin + block : (int)own.end;
