@@ -178,7 +178,7 @@ class Author:
         if self.newest() in self.plain_maps():  # otherwise only a convolution can read it
             operations += [self.pool, self.adaptive_pool, self.concat, self.subsample]
             operations += [self.gate] * (NUM_GATES - len(self.gates))
-            operations += [self.skip] * (3 if self.gates_of(1) else 0)
+            operations += [self.skip] * (6 if self.gates_of(1) else 0)
         self.draw(st.sampled_from(operations))()
 
     def end(self) -> None:

@@ -338,6 +338,8 @@ FEATURES: dict = {
     'gated convolution': lambda op: isinstance(op, ConvOp) and op.gate_in is not None,
     'shortcut': lambda op: isinstance(op, ConvOp) and op.residual is not None,
     'pool': lambda op: isinstance(op, PoolOp),
+    'adaptive pool': lambda op: isinstance(op, AdaptivePoolOp),
+    'concat': lambda op: isinstance(op, ConcatOp),
     'subsample': lambda op: isinstance(op, SubsampleOp),
     'skip': lambda op: isinstance(op, SkipOp),
 }
