@@ -94,7 +94,8 @@ def prepare_onnx(model: nn.Module, x: torch.Tensor, folder: Path) -> str:
     return str(path)
 
 
-def prepare(model: nn.Module, runtime: str, x: torch.Tensor, threads: int, folder: Path) -> Run:
+def prepare(
+        model: nn.Module, runtime: str, x: torch.Tensor, threads: int, folder: Path, isa: Optional[str] = None) -> Run:
     """Return a function that runs a batch."""
     import torch
 
@@ -106,7 +107,7 @@ def prepare(model: nn.Module, runtime: str, x: torch.Tensor, threads: int, folde
         compiled = torch.compile(model, dynamic=False)
         return lambda: compiled(x)
     if runtime in ('torch', 'native'):
-        fast = accelerate(model, runtime)
+        fast = accelerate(model, runtime, isa if runtime == 'native' else None)
         return lambda: fast(x)
     path, images = prepare_onnx(model, x, folder), x.numpy()
     if runtime == 'onnxruntime':
@@ -204,7 +205,7 @@ def benchmark(args: argparse.Namespace, folder: Path) -> List[Row]:
             for keep, gated in gated_networks(args, depth):
                 macs = count_macs(gated, x).per_sample.double().mean().item() / 1e9
                 for runtime in GATED_RUNTIMES:
-                    run = prepare(gated, runtime, x, threads, folder)
+                    run = prepare(gated, runtime, x, threads, folder, args.isa)
                     computed = dense_macs if runtime == 'masked' else macs
                     sides.append((Row(f'gated_resnet{depth}', runtime, keep, batch_size, threads, computed), run))
             check_outputs(sides)
@@ -349,7 +350,7 @@ def simulate(args: argparse.Namespace) -> List[Row]:
     return rows
 
 
-def machine() -> Dict[str, Any]:
+def machine(isa: Optional[str] = None) -> Dict[str, Any]:
     """Describe the machine and the versions of the runtimes."""
     from timm_gated import instruction_sets
     cpu = platform.processor()
@@ -361,7 +362,7 @@ def machine() -> Dict[str, Any]:
     for name in ('torch', 'timm', 'onnxruntime', 'openvino'):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    return dict(cpu=cpu, cores=os.cpu_count(), kernels=(instruction_sets() or ['none'])[0], **versions)
+    return dict(cpu=cpu, cores=os.cpu_count(), kernels=isa or (instruction_sets() or ['none'])[0], **versions)
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -374,6 +375,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument('--batch-sizes', type=int, nargs='+', default=[1, 32])
     parser.add_argument('--threads', type=int, nargs='+', help='numbers of threads (default: 1 and all)')
     parser.add_argument('--dense-runtimes', nargs='+', default=list(DENSE_RUNTIMES), choices=DENSE_RUNTIMES)
+    parser.add_argument('--isa', choices=('avx512', 'avx2', 'portable'),
+                        help='instruction set of the native kernels (default: the fastest one here)')
     parser.add_argument('--img-size', type=int, default=224)
     parser.add_argument('--rounds', type=int, default=21, help='timed rounds at batch size 1; larger batches have '
                         'a quarter, at least 5 (default: 21)')
@@ -415,11 +418,12 @@ def main(argv: Optional[List[str]] = None) -> int:
         except ValueError as error:
             print(f'error: {error}', file=sys.stderr)
             return 1
-        conditions = f'{", ".join(f"{key} {value}" for key, value in machine().items())}\nweights: {weights}'
+        found = machine(args.isa)
+        conditions = f'{", ".join(f"{key} {value}" for key, value in found.items())}\nweights: {weights}'
         summary = f'{conditions}\n\n{table(rows)}\n{LEGEND}\n'
         (folder / 'table.txt').write_text(summary)
         (folder / 'results.json').write_text(json.dumps(
-            dict(machine=machine(), weights=weights, rows=[dict(asdict(row), ms=row.ms) for row in rows]), indent=1))
+            dict(machine=found, weights=weights, rows=[dict(asdict(row), ms=row.ms) for row in rows]), indent=1))
         plot(rows, weights, folder / 'speed.png')
         for name in ('table.txt', 'results.json', 'speed.png'):
             os.replace(folder / name, args.output / name)
