@@ -96,7 +96,7 @@ def by_mmengine() -> nn.Module:
 
 WAYS: Dict[str, List[Callable[[], nn.Module]]] = {
     'config': [by_check, by_timm], 'safetensors': [by_check, by_timm], 'pickle': [by_timm, by_tools, by_resume]}
-if importlib.util.find_spec('mmseg'):
+if importlib.util.find_spec('mmengine'):
     import mmseg_plugin  # noqa: F401
     WAYS['safetensors'].append(by_mmengine)
     WAYS['pickle'].append(by_mmengine)
