@@ -5,13 +5,15 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
+#include <unistd.h>
 
 #include "network.h"
 
 static _Thread_local char message[256];
 
 /* Must be increased with any change of the functions called from Python. */
-API int tg_version(void) { return 4; }
+API int tg_version(void) { return 5; }
 
 API const char *tg_error(void) { return message; }
 
@@ -44,12 +46,46 @@ static int runs_here(const kernels_t *kernels) {
     return kernels == &kernels_portable;
 }
 
+static const kernels_t *find_kernels(const char *isa) {
+    for (int i = 0; i < NUM_KERNELS; i++)
+        if (!strcmp(all_kernels[i]->name, isa) && runs_here(all_kernels[i]))
+            return all_kernels[i];
+    fail("no instruction set '%s' on this machine", isa);
+    return NULL;
+}
+
 /* Name of the index-th available instruction set, fastest first; NULL after the last. */
 API const char *tg_isa(int index) {
     for (int i = 0; i < NUM_KERNELS; i++)
         if (runs_here(all_kernels[i]) && index-- == 0)
             return all_kernels[i]->name;
     return NULL;
+}
+
+/* Half of the L2 cache in bytes, within reasonable bounds; of a small one if the system does not tell. */
+static ptrdiff_t half_of_cache(void) {
+    long bytes = 0;
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+    bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+    return (bytes < 1 << 18 ? 1 << 18 : bytes > 1 << 21 ? 1 << 21 : bytes) / 2;
+}
+
+/* Measure the floating-point operations per second of one core, in GFLOP/s. */
+API int tg_fma_peak(const char *isa, double *gflops) {
+    const kernels_t *kernels = find_kernels(isa);
+    if (!kernels)
+        return -1;
+    *gflops = 0.;
+    for (int i = 0; i < 5; i++) {
+        struct timespec begin, end;
+        clock_gettime(CLOCK_MONOTONIC, &begin);
+        double operations = kernels->fma_peak(1 << 21, 1e-3f);
+        clock_gettime(CLOCK_MONOTONIC, &end);
+        double rate = operations / ((double)(end.tv_sec - begin.tv_sec) * 1e9 + (double)(end.tv_nsec - begin.tv_nsec));
+        *gflops = rate > *gflops ? rate : *gflops;
+    }
+    return 0;
 }
 
 API void tg_network_free(network_t *network) {
@@ -72,14 +108,9 @@ API network_t *tg_network_new(const char *isa, int in_channels, int num_buffers,
         fail("invalid network: %d channels, %d buffers, %d gates", in_channels, num_buffers, num_gates);
         return NULL;
     }
-    const kernels_t *kernels = NULL;
-    for (int i = 0; i < NUM_KERNELS; i++)
-        if (!strcmp(all_kernels[i]->name, isa) && runs_here(all_kernels[i]))
-            kernels = all_kernels[i];
-    if (!kernels) {
-        fail("no instruction set '%s' on this machine", isa);
+    const kernels_t *kernels = find_kernels(isa);
+    if (!kernels)
         return NULL;
-    }
     network_t *network = calloc(1, sizeof *network);
     if (network)
         network->gate_sizes = calloc((size_t)num_gates + 1, sizeof *network->gate_sizes);
@@ -89,6 +120,7 @@ API network_t *tg_network_new(const char *isa, int in_channels, int num_buffers,
         return NULL;
     }
     network->kernels = kernels;
+    network->block_floats = half_of_cache() / (ptrdiff_t)sizeof(float);
     network->in_channels = in_channels;
     network->num_buffers = num_buffers;
     network->num_gates = num_gates;

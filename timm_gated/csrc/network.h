@@ -3,7 +3,7 @@
  *     network_t    operations with packed weights; made once, by tg_network_new and tg_add_*      network.c
  *     plan_t       shapes, algorithms and sizes of memory for one image size; tg_plan_new         plan.c
  *     workspace_t  memory and threads for one call at a time; tg_workspace_new                    workspace.c, threads.c
- *     tg_run       runs a batch in a workspace                                                    run.c, run_conv.c, run_map.c
+ *     tg_run       runs a batch in a workspace                                                    run.c, run_conv.c, run_winograd.c, run_map.c
  *
  * Kernels (kernels.h) do the arithmetic, once per instruction set. Python calls the tg_ functions; their signatures are
  * in inference/native.py, and tg_version must change with them. */
@@ -19,10 +19,12 @@
 #define API __attribute__((visibility("default")))
 #endif
 
-/* A convolution works on at most so many vectors of pixels at a time. It packs as many input channels at a time as fit
- * into the L2 cache with the weights, and adds up the products. */
-#define CHUNK_VECTORS 24
-#define PACKED_FLOATS (1 << 16)
+/* Convolutions work on blocks of their input: at most BLOCK_DEPTH inputs (channels times taps), whose products are added
+ * up, and as many panels of them as fit into half of the L2 cache. */
+#define BLOCK_DEPTH 1024
+
+/* Channels that are copied from panels to planes together: neighbouring cache lines. */
+#define GROUP 4
 
 /* Columns that the windows of a pooled row of so many outputs read. */
 #define pooled_columns(op, width) (((width) - 1) * (op)->stride + (op)->kernel)
@@ -74,6 +76,7 @@ typedef struct {
     op_t *ops;
     int *gate_sizes; /* 0 until the gate is added */
     size_t transformed_bytes;
+    ptrdiff_t block_floats; /* of the input of a convolution, that fit into the cache */
 } network_t;
 
 /* Layout of packed weights. With gated outputs, a row is one filter. Otherwise filters are interleaved such that their
@@ -98,21 +101,22 @@ INLINE ptrdiff_t row_offset(const packing_t *packing, int filter) {
     return filter / packing->side_by_side * packing->block + filter % packing->side_by_side;
 }
 
-/* Stride between planes: a multiple of the vector size that avoids cache conflicts. */
-INLINE ptrdiff_t plane_floats(ptrdiff_t pixels) {
-    ptrdiff_t floats = (pixels + MAX_LANES - 1) / MAX_LANES * MAX_LANES;
-    return floats % 1024 ? floats : floats + MAX_LANES;
+/* Whole panels of so many floats, with a stride that avoids cache conflicts. */
+INLINE ptrdiff_t spread(ptrdiff_t floats) {
+    floats = (floats + PANEL - 1) / PANEL * PANEL;
+    return floats % 1024 ? floats : floats + PANEL;
 }
 
-/* Floats from one point of Winograd's algorithm to the next, for so many channels and vectors. */
-INLINE ptrdiff_t point_floats(int channels, int vectors, int lanes) {
-    return plane_floats((ptrdiff_t)channels * vectors * lanes) + MAX_LANES;
-}
+/* Floats from one point of Winograd's algorithm to the next, for so many channels and panels of tiles. */
+INLINE ptrdiff_t point_floats(int channels, int panels) { return spread((ptrdiff_t)channels * panels * PANEL) + PANEL; }
 
 typedef struct {
     int channels, height, width;
-    ptrdiff_t plane;
+    ptrdiff_t panel; /* stride between panels */
 } shape_t;
+
+INLINE int num_pixels(const shape_t *shape) { return shape->height * shape->width; }
+INLINE int num_panels(const shape_t *shape) { return divide_up(num_pixels(shape), PANEL); }
 
 typedef enum { POINTWISE, DIRECT, WINOGRAD } algorithm_t;
 
@@ -125,7 +129,7 @@ typedef struct {
     int pitch, phase_rows;
     ptrdiff_t phase_plane;
     ptrdiff_t *tap_offsets;
-    /* Winograd: `block` vectors of tiles are processed together. */
+    /* Winograd: `block` panels of tiles are processed together. */
     tiling_t tiling;
     piece_t *pieces;
     int block;
@@ -140,6 +144,8 @@ typedef struct {
     size_t *buffer_floats;
     size_t scratch_floats; /* shared by the threads of a sample */
     size_t thread_floats;  /* scratch per thread */
+    ptrdiff_t plane;       /* stride between the planes that a thread copies from panels */
+    int packs_image;       /* an operation reads the image in panels */
     int max_channels, max_hidden;
     int max_depth; /* input channels times taps of a convolution */
 } plan_t;
@@ -154,7 +160,9 @@ typedef struct {
 } sample_t;
 
 typedef struct {
-    float *plane;
+    float *scratch; /* of an operation */
+    float *planes;  /* GROUP channels of its input */
+    float *line;    /* a channel of its output */
     float *bias;
     float *logits;
     const float **rows;

@@ -40,9 +40,10 @@ static void tile(const kernels_t *kernels, int size, int dilation, const shape_t
                 * divide_up(divide_up(map->width - x, dilation), kernels->piece_pixels);
     tiling->size = size;
     tiling->points = (size + 2) * (size + 2);
-    tiling->width = divide_up(map->width, dilation);
     tiling->pitch = per_row * kernels->piece_pixels + 4; /* input tiles overlap */
     tiling->phase_rows = (int)round_up(divide_up(map->height, dilation), size) + 2;
+    tiling->out_pitch = per_row * kernels->piece_pixels;
+    tiling->out_rows = dilation * dilation * (tiling->phase_rows - 2);
     tiling->pieces_per_vector = size * kernels->lanes / kernels->piece_pixels;
     tiling->vectors = divide_up(pieces, tiling->pieces_per_vector);
 }
@@ -61,13 +62,15 @@ static piece_t *cut(const kernels_t *kernels, const tiling_t *tiling, int dilati
             for (int x = 0; x < width; x += kernels->piece_pixels)
                 pieces[i++] = (piece_t){
                     .in = (phase * tiling->phase_rows + y) * tiling->pitch + x,
-                    .out = (phase * divide_up(map->height, dilation) + y) * tiling->width + x,
+                    .out = (phase * (tiling->phase_rows - 2) + y) * tiling->out_pitch + x,
                     .pixel = (y * dilation + first_y) * map->width + x * dilation + first_x,
                     .rows = min(tiling->size, height - y),
                     .columns = min(kernels->piece_pixels, width - x),
                 };
     }
-    return pieces; /* unused pieces have no rows and read the first tile */
+    for (; i < count; i++) /* unused: read the first tile, no rows */
+        pieces[i].out = tiling->out_rows * tiling->out_pitch;
+    return pieces;
 }
 
 /* Transform the weights for Winograd: G w G^T per filter and input. */
@@ -108,20 +111,13 @@ static int transform_weights(network_t *network, op_t *op, int size) {
     return 0;
 }
 
-/* Scratch memory for a packed part of the input, and for one line of it. */
-static void plan_packing(plan_t *plan, const op_t *op) {
-    size_t pixels = (size_t)CHUNK_VECTORS * plan->network->kernels->lanes, taps = (size_t)op->kernel * op->kernel;
-    size_t packed = times(pixels, taps);
-    at_least(&plan->thread_floats, (packed > PACKED_FLOATS ? packed : PACKED_FLOATS) + pixels + MAX_LANES);
-}
-
 static int plan_direct(plan_t *plan, const op_t *op, step_t *step) {
     int stride = op->stride, reach = (op->kernel - 1) * op->dilation / stride;
     step->phases = min(op->kernel, stride / greatest_common_divisor(stride, op->dilation));
     step->pitch = step->out.width + reach;
     step->phase_rows = step->out.height + reach;
     /* the last vectors of the last tap read beyond the last row */
-    step->phase_plane = plane_floats((ptrdiff_t)step->phase_rows * step->pitch + reach + MAX_LANES);
+    step->phase_plane = spread((ptrdiff_t)step->phase_rows * step->pitch + reach + PANEL);
     step->tap_offsets = malloc((size_t)op->kernel * op->kernel * sizeof *step->tap_offsets);
     if (!step->tap_offsets)
         return fail("out of memory");
@@ -131,9 +127,13 @@ static int plan_direct(plan_t *plan, const op_t *op, step_t *step) {
             step->tap_offsets[y * op->kernel + x] = phase * step->phase_plane
                 + (ptrdiff_t)(y * op->dilation / stride) * step->pitch + x * op->dilation / stride;
         }
-    plan_packing(plan, op);
-    size_t planes = (size_t)op->c_in * step->phases * step->phases;
-    at_least(&plan->scratch_floats, times(planes, (size_t)step->phase_plane));
+    size_t taps = (size_t)op->kernel * op->kernel, block = (size_t)plan->network->block_floats;
+    if (taps == 1) { /* the pixels that it reads, in panels */
+        at_least(&plan->scratch_floats, times((size_t)num_panels(&step->out), (size_t)op->c_in * PANEL + PANEL));
+        return 0;
+    }
+    at_least(&plan->scratch_floats, times(times((size_t)op->c_in, (size_t)step->phases * step->phases), (size_t)step->phase_plane));
+    at_least(&plan->thread_floats, taps * PANEL > block ? taps * PANEL : block); /* packed input */
     return 0;
 }
 
@@ -145,18 +145,16 @@ static int plan_winograd(plan_t *plan, op_t *op, step_t *step, int size) {
     if (!step->pieces)
         return fail("out of memory");
     tiling->pieces = step->pieces;
-    int vector = tiling->points * kernels->lanes * (op->c_in + op->c_out);
-    step->block = even_part(tiling->vectors, max(1, WINOGRAD_FLOATS / vector));
-    step->v_point = point_floats(op->c_in, step->block, kernels->lanes);
-    step->m_point = point_floats(op->c_out, step->block, kernels->lanes);
+    const int panel = tiling->points * PANEL * (op->c_in + op->c_out);
+    step->block = even_part(divide_up(tiling->vectors * kernels->lanes, PANEL), max(1, WINOGRAD_FLOATS / panel));
+    step->v_point = point_floats(op->c_in, step->block);
+    step->m_point = point_floats(op->c_out, step->block);
     /* for two threads; more of them work on smaller blocks */
     at_least(&plan->scratch_floats, times(2 * (size_t)tiling->points, (size_t)(step->v_point + step->m_point)));
+    /* padded input, then output, both of all phases */
     size_t phases = (size_t)op->dilation * op->dilation;
-    at_least(&plan->thread_floats, times(times(phases, tiling->phase_rows), tiling->pitch));
-    if (op->dilation > 1) /* outputs are computed by phase, then interleaved */
-        at_least(
-            &plan->thread_floats,
-            times(times(phases, divide_up(step->out.height, op->dilation)), tiling->width) + MAX_LANES);
+    at_least(&plan->thread_floats, times(times(phases, tiling->phase_rows), tiling->pitch) + PANEL);
+    at_least(&plan->thread_floats, times((size_t)tiling->out_rows + size, (size_t)tiling->out_pitch) + PANEL);
     return transform_weights(plan->network, op, size);
 }
 
@@ -184,9 +182,9 @@ static int best_tile_size(const kernels_t *kernels, const op_t *op, const shape_
 
 static int plan_conv(plan_t *plan, op_t *op, step_t *step) {
     plan->max_depth = max(plan->max_depth, op->c_in * op->kernel * op->kernel);
+    at_least(&plan->thread_floats, (size_t)op->c_in); /* values of a single pixel */
     if (op->kernel == 1 && op->stride == 1 && op->padding == 0) {
         step->algorithm = POINTWISE;
-        plan_packing(plan, op);
         return 0;
     }
     int size = best_tile_size(plan->network->kernels, op, &step->out);
@@ -212,6 +210,12 @@ typedef struct {
     int *gates;
 } walk_t;
 
+/* Whether an operation reads its input in panels, not in planes that are copied from them. */
+static int reads_panels(const op_t *op) {
+    return op->kind == GATE || op->kind == SKIP || op->kind == PLACE
+        || (op->kind == CONV && op->kernel == 1 && op->stride == 1 && op->padding == 0);
+}
+
 static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     const shape_t *in = &walk->shapes[op->in];
     if (!in->channels)
@@ -222,6 +226,7 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     if ((op->kind == CONV || op->kind == GATE) && op->c_in != in->channels)
         return fail("an operation on %d channels reads a map of %d", op->c_in, in->channels);
     step->in = step->out = *in;
+    plan->packs_image |= (op->in == 0 && reads_panels(op)) || op->residual == 0;
     plan->max_hidden = max(plan->max_hidden, op->hidden);
     plan->max_channels = max(plan->max_channels, op->c_out);
     if (op->kind == GATE || op->kind == OUTPUT || op->kind == SKIP)
@@ -252,7 +257,8 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     ptrdiff_t pixels = (ptrdiff_t)out->height * out->width;
     if (pixels > MAX_PIXELS)
         return fail("images of %d x %d are too large", plan->height, plan->width);
-    out->plane = plane_floats(pixels);
+    out->panel = spread(times((size_t)out->channels, PANEL));
+    plan->plane = pixels + PANEL > plan->plane ? round_up(pixels, PANEL) + PANEL : plan->plane;
     if (op->residual >= 0) {
         const shape_t *residual = &walk->shapes[op->residual];
         if (residual->channels != out->channels || residual->height != out->height || residual->width != out->width
@@ -263,10 +269,10 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     }
     walk->shapes[op->out] = *out;
     walk->gates[op->out] = op->kind == CONV ? op->gate_out : -1;
-    at_least(&plan->buffer_floats[op->out], times(out->channels, (size_t)out->plane));
+    at_least(&plan->buffer_floats[op->out], times((size_t)num_panels(out), (size_t)out->panel));
     if (op->kind == MAX_POOL || op->kind == AVG_POOL) /* one row with its borders */
         at_least(
-            &plan->thread_floats, (size_t)max(pooled_columns(op, out->width), in->width + op->padding) + 2 * MAX_LANES);
+            &plan->thread_floats, (size_t)max(pooled_columns(op, out->width), in->width + op->padding) + 2 * PANEL);
     if (op->kind == ADAPTIVE_POOL)
         at_least(&plan->thread_floats, in->width);
     if (op->kind == PLACE) /* the rows of a map, resized along them */
@@ -320,9 +326,7 @@ API plan_t *tg_plan_new(network_t *network, int height, int width) {
     if (failed) {
         fail("out of memory");
     } else {
-        ptrdiff_t plane = plane_floats((ptrdiff_t)height * width);
-        walk.shapes[0] = (shape_t){network->in_channels, height, width, plane};
-        plan->buffer_floats[0] = times(network->in_channels, (size_t)plane);
+        walk.shapes[0] = (shape_t){network->in_channels, height, width, spread((ptrdiff_t)network->in_channels * PANEL)};
         plan->max_channels = network->in_channels;
         for (int i = 0; i < network->num_buffers; i++)
             walk.gates[i] = -1;
@@ -336,6 +340,8 @@ API plan_t *tg_plan_new(network_t *network, int height, int width) {
                 forget_skipped(&walk, skip);
         }
     }
+    if (plan && plan->packs_image)
+        plan->buffer_floats[0] = times((size_t)num_panels(&walk.shapes[0]), (size_t)walk.shapes[0].panel);
     free(walk.shapes);
     free(walk.gates);
     if (!failed)

@@ -13,12 +13,10 @@ static double now(void) {
 
 static void run_gate(context_t *context, const op_t *op, const step_t *step) {
     sample_t *sample = context->sample;
-    ptrdiff_t pixels = (ptrdiff_t)step->in.height * step->in.width;
     range_t channels = part(context, op->c_in);
-    for (ptrdiff_t c = channels.begin; c < channels.end; c++)
-        sample->pooled[c] =
-            (float)(context->plan->network->kernels->sum(sample->buffers[op->in] + c * step->in.plane, pixels)
-                    / (double)pixels);
+    context->plan->network->kernels->average(
+        sample->buffers[op->in] + channels.begin * PANEL, step->in.panel, (int)(channels.end - channels.begin),
+        num_pixels(&step->in), sample->pooled + channels.begin);
     meet(context);
     if (context->thread != 0)
         return;
@@ -41,7 +39,7 @@ static void run_gate(context_t *context, const op_t *op, const step_t *step) {
 }
 
 static void run_skip(context_t *context, const op_t *op, const step_t *step) {
-    range_t floats = part(context, step->in.channels * step->in.plane);
+    range_t floats = part(context, num_panels(&step->in) * step->in.panel);
     const float *x = context->sample->buffers[op->in];
     float *y = context->sample->buffers[op->out];
     for (int64_t i = floats.begin; i < floats.end; i++)
@@ -49,22 +47,39 @@ static void run_skip(context_t *context, const op_t *op, const step_t *step) {
 }
 
 static void copy_out(context_t *context, const op_t *op, const step_t *step, float *out) {
-    ptrdiff_t pixels = (ptrdiff_t)step->in.height * step->in.width;
-    range_t channels = part(context, step->in.channels);
-    for (ptrdiff_t c = channels.begin; c < channels.end; c++)
-        memcpy(out + c * pixels, context->sample->buffers[op->in] + c * step->in.plane, (size_t)pixels * sizeof *out);
+    const shape_t *shape = &step->in;
+    const int pixels = num_pixels(shape);
+    range_t channels = part(context, shape->channels);
+    for (ptrdiff_t c = channels.begin; c < channels.end; c += GROUP) {
+        const int count = in_group(c, &channels);
+        planes_t planes = read_planes(context, op->in, shape, c, count, 0, pixels);
+        for (int i = 0; i < count; i++)
+            memcpy(out + (c + i) * pixels, planes.first + i * planes.stride, (size_t)pixels * sizeof *out);
+    }
 }
 
-static void run_sample(
-    context_t *context, const float *image, float *const *outputs, int32_t *num_open, int64_t index) {
+/* Copy the image into panels. */
+static void pack_image(context_t *context, int channels) {
+    const plan_t *plan = context->plan;
+    const int pixels = plan->height * plan->width;
+    const ptrdiff_t panel = spread((ptrdiff_t)channels * PANEL);
+    range_t panels = part(context, divide_up(pixels, PANEL));
+    for (ptrdiff_t i = panels.begin; i < panels.end; i++)
+        for (int c = 0; c < channels; c++) {
+            const ptrdiff_t pixel = i * PANEL, count = pixels - pixel < PANEL ? pixels - pixel : PANEL;
+            memcpy(
+                context->sample->buffers[0] + i * panel + c * PANEL, context->image + (ptrdiff_t)c * pixels + pixel,
+                (size_t)count * sizeof *context->image);
+        }
+}
+
+static void run_sample(context_t *context, float *const *outputs, int32_t *num_open, int64_t index) {
     const plan_t *plan = context->plan;
     const network_t *network = plan->network;
-    ptrdiff_t pixels = (ptrdiff_t)plan->height * plan->width;
-    ptrdiff_t plane = plan->buffer_floats[0] / network->in_channels;
-    range_t channels = part(context, network->in_channels);
-    for (ptrdiff_t c = channels.begin; c < channels.end; c++)
-        memcpy(context->sample->buffers[0] + c * plane, image + c * pixels, (size_t)pixels * sizeof *image);
-    meet(context);
+    if (plan->packs_image) {
+        pack_image(context, network->in_channels);
+        meet(context);
+    }
     for (int i = 0; i < network->num_ops; i++) {
         const op_t *op = &network->ops[i];
         const step_t *step = &plan->steps[i];
@@ -118,20 +133,26 @@ static void run_batch(void *argument, int thread, int threads) {
     context_t own = {
         plan,
         &workspace->samples[threads <= workspace->num_samples ? thread : 0],
+        NULL,
         &workspace->threads[thread],
         0,
         1,
         NULL,
         threads == 1 ? batch->milliseconds : NULL};
-    for (int64_t n; (n = atomic_fetch_add(&batch->next, 1)) < alone;)
-        run_sample(&own, batch->images + n * image, batch->outputs, batch->num_open, n);
+    for (int64_t n; (n = atomic_fetch_add(&batch->next, 1)) < alone;) {
+        own.image = batch->images + n * image;
+        run_sample(&own, batch->outputs, batch->num_open, n);
+    }
     if (alone == batch->count)
         return;
-    context_t shared = {plan,    &workspace->samples[0], &workspace->threads[thread], thread,
-                        threads, workspace->team,        batch->milliseconds};
+    context_t shared = {
+        plan, &workspace->samples[0], NULL, &workspace->threads[thread], thread, threads, workspace->team,
+        batch->milliseconds};
     meet(&shared);
-    for (int64_t n = alone; n < batch->count; n++)
-        run_sample(&shared, batch->images + n * image, batch->outputs, batch->num_open, n);
+    for (int64_t n = alone; n < batch->count; n++) {
+        shared.image = batch->images + n * image;
+        run_sample(&shared, batch->outputs, batch->num_open, n);
+    }
 }
 
 /* Run images [count][channels][height][width]. Outputs have the same layout. If num_open is not NULL, it is set to the

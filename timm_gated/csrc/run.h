@@ -7,6 +7,7 @@
 typedef struct {
     const plan_t *plan;
     sample_t *sample;
+    const float *image; /* [channels][height][width] */
     thread_t *own;
     int thread, threads;  /* index and number of the threads that share the sample */
     team_t *team;         /* of these threads, if there are several */
@@ -28,6 +29,36 @@ INLINE void meet(const context_t *context) {
         team_meet(context->team);
 }
 
+/* Channels of a map as planes, `stride` floats apart. */
+typedef struct {
+    const float *first;
+    ptrdiff_t stride;
+} planes_t;
+
+/* Read pixels [begin, end) of `count` channels, at most GROUP, into memory of this thread, where pixels have their places
+ * in complete planes. The image is not copied. */
+planes_t read_planes(
+    context_t *context, int buffer, const shape_t *shape, ptrdiff_t channel, int count, ptrdiff_t begin, ptrdiff_t end);
+
+/* Write a plane, followed by PANEL readable floats, to a channel of a map. */
+void write_plane(context_t *context, int buffer, const shape_t *shape, ptrdiff_t channel, const float *plane);
+
+/* Number of channels from `channel` on that are read together. */
+INLINE int in_group(ptrdiff_t channel, const range_t *channels) {
+    return channels->end - channel < GROUP ? (int)(channels->end - channel) : GROUP;
+}
+
+/* A convolution of one sample. */
+typedef struct {
+    const op_t *op;
+    const step_t *step;
+    int n_in, n_out; /* open channels */
+    int taps;
+    const float *residual;
+    product_t product; /* over all open channels; the algorithms add the maps */
+} conv_t;
+
+void run_winograd(context_t *context, const conv_t *conv);
 void run_conv(context_t *context, const op_t *op, const step_t *step);
 void run_pool(context_t *context, const op_t *op, const step_t *step);
 void run_adaptive_pool(context_t *context, const op_t *op, const step_t *step);

@@ -1,19 +1,8 @@
-/* Convolutions: on packed parts of the input, or by Winograd's algorithm. */
+/* Convolutions as products on panels: 1 x 1 directly, others on packed taps. Winograd's algorithm is in run_winograd.c. */
 #include <string.h>
 
 #include "run.h"
 
-/* A convolution of one sample. */
-typedef struct {
-    const op_t *op;
-    const step_t *step;
-    int n_in, n_out, taps;
-    float *in, *out;
-    const float *residual;
-    product_t product;
-} conv_t;
-
-/* Prepare the product over all open channels. The algorithms add the maps. */
 static conv_t prepare(context_t *context, const op_t *op, const step_t *step, algorithm_t algorithm) {
     sample_t *sample = context->sample;
     thread_t *own = context->own;
@@ -22,15 +11,13 @@ static conv_t prepare(context_t *context, const op_t *op, const step_t *step, al
         .step = step,
         .n_in = op->gate_in >= 0 ? sample->num_open[op->gate_in] : op->c_in,
         .n_out = op->gate_out >= 0 ? sample->num_open[op->gate_out] : op->c_out,
-        .in = sample->buffers[op->in],
-        .out = sample->buffers[op->out],
+        .taps = algorithm == DIRECT ? op->kernel * op->kernel : 1,
         .residual = op->residual >= 0 ? sample->buffers[op->residual] : NULL,
     };
     const int32_t *open_in = op->gate_in >= 0 ? sample->open[op->gate_in] : NULL;
     const int32_t *open_out = op->gate_out >= 0 ? sample->open[op->gate_out] : NULL;
-    int taps = algorithm == WINOGRAD ? 1 : op->kernel * op->kernel;
     const float *weight = algorithm == WINOGRAD ? op->transformed[step->tiling.size == 2] : op->weight;
-    packing_t packed = packing(op, taps);
+    packing_t packed = packing(op, conv.taps);
     for (int m = 0; m < conv.n_out; m++) {
         int k = open_out ? open_out[m] : m;
         own->rows[m] = weight + row_offset(&packed, k);
@@ -38,71 +25,103 @@ static conv_t prepare(context_t *context, const op_t *op, const step_t *step, al
     }
     ptrdiff_t *column = own->columns;
     for (int j = 0; j < conv.n_in; j++)
-        for (int t = 0; t < taps; t++)
+        for (int t = 0; t < conv.taps; t++)
             *column++ = (open_in ? open_in[j] : j) * packed.column + t * packed.tap;
-    conv.taps = taps;
     conv.product = (product_t){
         .rows = own->rows,
+        .interleaved = packed.side_by_side,
         .columns = own->columns,
-        .depth = conv.n_in * taps,
+        .depth = conv.n_in * conv.taps,
+        .out = sample->buffers[op->out],
+        .out_panel = step->out.panel,
         .bias = own->bias,
+        .residual = conv.residual,
         .relu = op->relu,
     };
     return conv;
 }
 
-/* Run a convolution on packed parts of its input.
- *
- * Planes are on different pages of memory. Packed, they are read contiguously by every block of rows. x has the planes of
- * the input, or its phases, `x_channel` floats apart. */
-static void run_packed(context_t *context, const conv_t *conv, const float *x, ptrdiff_t x_channel) {
+/* What a thread computes of a convolution. */
+typedef struct {
+    range_t panels, rows;
+    int chunk;    /* panels at a time */
+    int channels; /* inputs at a time; the same for every number of threads, and so are the sums */
+} share_t;
+
+/* Threads split large maps by panels, and small ones, where weights dominate, by rows. */
+static share_t share(const context_t *context, const conv_t *conv) {
+    const int panels = num_panels(&conv->step->out), interleaved = conv->product.interleaved;
+    share_t share = {{0, panels}, {0, conv->n_out}, 1, 1};
+    if (panels >= 12 * context->threads)
+        share.panels = part(context, panels);
+    else {
+        share.rows = part(context, divide_up(conv->n_out, interleaved));
+        share.rows.begin *= interleaved;
+        share.rows.end *= interleaved;
+        share.rows.end = share.rows.end < conv->n_out ? share.rows.end : conv->n_out;
+    }
+    if (conv->n_in)
+        share.channels = even_part(conv->n_in, conv->taps < BLOCK_DEPTH ? BLOCK_DEPTH / conv->taps : 1);
+    ptrdiff_t fit = context->plan->network->block_floats / ((ptrdiff_t)share.channels * conv->taps * PANEL);
+    ptrdiff_t own = share.panels.end - share.panels.begin;
+    if (own)
+        share.chunk = even_part((int)own, fit < 1 ? 1 : fit < own ? (int)fit : (int)own);
+    return share;
+}
+
+/* Compute the part of a product that reads `channels` channels from `channel` on, in x, for a number of pixels from
+ * `panel` on. Further channels are added to the sums so far. */
+static void add_channels(
+    context_t *context, const conv_t *conv, const share_t *share, int channel, int channels, int panel, int pixels,
+    const float *x, ptrdiff_t x_panel) {
     const kernels_t *kernels = context->plan->network->kernels;
-    const step_t *step = conv->step;
-    const int lanes = kernels->lanes, pixels = step->out.height * step->out.width, vectors = divide_up(pixels, lanes);
     product_t product = conv->product;
-    product.x_row = lanes;
-    product.out_row = step->out.plane;
-    product.out_vector = lanes;
-    /* Large maps are split by pixels. Small ones, where weights dominate, by rows. */
-    int by_pixels = vectors >= 16 * context->threads;
-    range_t own = by_pixels ? part(context, vectors) : (range_t){0, vectors};
-    range_t rows = by_pixels ? (range_t){0, conv->n_out} : part(context, conv->n_out);
-    if (own.begin == own.end || rows.begin == rows.end)
+    const ptrdiff_t at = panel * product.out_panel;
+    product.x = x;
+    product.x_panel = x_panel;
+    product.columns += (ptrdiff_t)channel * conv->taps;
+    product.depth = channels * conv->taps;
+    product.out += at;
+    product.residual = channel ? product.out : conv->residual ? conv->residual + at : NULL;
+    product.bias = channel ? NULL : product.bias;
+    product.relu = product.relu && channel + channels == conv->n_in;
+    kernels->product(&product, (int)share->rows.begin, (int)share->rows.end, divide_up(pixels, kernels->lanes));
+}
+
+/* A pixel alone in its panel, as in maps of 7 x 7 or 1 x 1 pixels. */
+static void run_pixel(context_t *context, const conv_t *conv, const share_t *share, int panel, const float *x) {
+    product_t product = conv->product;
+    product.out += panel * product.out_panel;
+    if (product.residual)
+        product.residual += panel * product.out_panel;
+    float *values = context->own->scratch;
+    if (product.interleaved == 1)
+        memset(values, 0, (size_t)conv->op->c_in * sizeof *values);
+    for (int j = 0; j < conv->n_in; j++)
+        values[product.interleaved == 1 ? product.columns[j] : j] = x[(ptrdiff_t)j * PANEL];
+    context->plan->network->kernels->product_pixel(
+        &product, (int)share->rows.begin, (int)share->rows.end, values, conv->op->c_in);
+}
+
+/* Run a 1 x 1 convolution on the panels that it reads. */
+static void run_pointwise(context_t *context, const conv_t *conv, const float *x, ptrdiff_t x_panel) {
+    share_t own = share(context, conv);
+    int pixels = num_pixels(&conv->step->out);
+    const int alone = pixels % PANEL == 1 && (conv->product.interleaved == 1 || conv->product.interleaved == PANEL);
+    if (own.rows.begin == own.rows.end || own.panels.begin == own.panels.end)
         return;
-    int chunk = even_part((int)(own.end - own.begin), CHUNK_VECTORS);
-    /* Sums do not depend on the number of threads: the blocks of channels are the same for every chunk. */
-    int most = PACKED_FLOATS / (CHUNK_VECTORS * lanes * conv->taps), block = conv->n_in;
-    if (block > most)
-        block = even_part(block, most > 1 ? most : 1);
-    float *panels = context->own->plane;
-    float *line = panels + (ptrdiff_t)chunk * lanes * conv->taps * (block > 1 ? block : 1);
-    for (int v = (int)own.begin; v < own.end; v += chunk) {
-        int count = v + chunk < own.end ? chunk : (int)own.end - v, first = v * lanes;
-        int end = (v + count) * lanes < pixels ? (v + count) * lanes : pixels;
-        product.out = conv->out + first;
-        product.residual = conv->residual ? conv->residual + first : NULL;
-        product.bias = conv->product.bias;
-        for (int channel = 0, channels; channel == 0 || channel < conv->n_in; channel += channels) {
-            channels = conv->n_in - channel < block ? conv->n_in - channel : block;
-            product.depth = channels * conv->taps;
-            product.columns = conv->product.columns + (ptrdiff_t)channel * conv->taps;
-            product.x = panels;
-            product.x_vector = (ptrdiff_t)product.depth * lanes;
-            product.relu = channel + channels == conv->n_in && conv->product.relu;
-            const float *from = x + channel * x_channel;
-            if (conv->taps == 1)
-                kernels->pack(from + first, x_channel, channels, count, panels);
-            else
-                for (int j = 0; j < channels; j++)
-                    kernels->pack_taps(
-                        from + j * x_channel, step->tap_offsets, conv->taps, step->pitch, step->out.width, first,
-                        end - first, line, panels + (ptrdiff_t)j * conv->taps * lanes, product.x_vector);
-            kernels->product(&product, (int)rows.begin, (int)rows.end, count);
-            if (!conv->n_in)
-                break;
-            product.residual = product.out; /* add further channels to the sums so far */
-            product.bias = NULL;
-        }
+    if (alone && own.panels.end == num_panels(&conv->step->out)) {
+        own.panels.end--;
+        run_pixel(context, conv, &own, (int)own.panels.end, x + own.panels.end * x_panel);
+    }
+    for (int panel = (int)own.panels.begin; panel < own.panels.end; panel += own.chunk) {
+        int end = panel + own.chunk < own.panels.end ? panel + own.chunk : (int)own.panels.end;
+        int count = (end * PANEL < pixels ? end * PANEL : pixels) - panel * PANEL;
+        for (int channel = 0; channel == 0 || channel < conv->n_in; channel += own.channels)
+            add_channels(
+                context, conv, &own, channel,
+                conv->n_in - channel < own.channels ? conv->n_in - channel : own.channels, panel, count,
+                x + panel * x_panel + channel * PANEL, x_panel);
     }
 }
 
@@ -131,151 +150,64 @@ static void split_phase(
     }
 }
 
-static void run_direct(context_t *context, conv_t *conv) {
+/* Copy the pixels that a strided 1 x 1 convolution reads into panels, then run it. */
+static void run_strided(context_t *context, const conv_t *conv) {
     const op_t *op = conv->op;
     const step_t *step = conv->step;
-    float *split = context->sample->scratch, *phase;
-    ptrdiff_t channel = step->phases * step->phases * step->phase_plane;
+    const kernels_t *kernels = context->plan->network->kernels;
+    float *panels = context->sample->scratch, *line = context->own->line;
+    const ptrdiff_t panel = (ptrdiff_t)conv->n_in * PANEL + PANEL;
     range_t channels = part(context, conv->n_in);
-    for (ptrdiff_t j = channels.begin; j < channels.end; j++) {
-        phase = split + j * channel;
-        for (int y = 0; y < step->phases; y++)
-            for (int x = 0; x < step->phases; x++, phase += step->phase_plane)
-                split_phase(
-                    context->plan->network->kernels, op, step, conv->in + j * step->in.plane,
-                    y * op->dilation % op->stride, x * op->dilation % op->stride, phase);
+    for (ptrdiff_t c = channels.begin; c < channels.end; c += GROUP) {
+        const int count = in_group(c, &channels);
+        planes_t planes = read_planes(context, op->in, &step->in, c, count, 0, num_pixels(&step->in));
+        for (int i = 0; i < count; i++) {
+            split_phase(kernels, op, step, planes.first + i * planes.stride, 0, 0, line);
+            kernels->finish(
+                line, 0, num_panels(&step->out) * PANEL, panels + (c + i) * PANEL, NULL, panel, 0.f, 0);
+        }
     }
     meet(context);
-    run_packed(context, conv, split, channel);
+    run_pointwise(context, conv, panels, panel);
 }
 
-/* Copy rows [begin, end) of the phases of a plane, each with a border of one pixel. */
-static void pad(
-    const op_t *op, const shape_t *map, const tiling_t *tiling, const float *plane, int begin, int end, float *padded) {
-    const int dilation = op->dilation;
-    for (int i = begin; i < end; i++) {
-        float *row = padded + (ptrdiff_t)i * tiling->pitch;
-        int phase = i / tiling->phase_rows, y = (i % tiling->phase_rows - 1) * dilation + phase / dilation;
-        int first = phase % dilation;
-        if (y < 0 || y >= map->height || first >= map->width) {
-            memset(row, 0, (size_t)tiling->pitch * sizeof *row);
-            continue;
+/* Split the padded input into phases, then run a convolution on packed taps. */
+static void run_direct(context_t *context, const conv_t *conv) {
+    const op_t *op = conv->op;
+    const step_t *step = conv->step;
+    const kernels_t *kernels = context->plan->network->kernels;
+    const ptrdiff_t stride = step->phases * step->phases * step->phase_plane;
+    float *phases = context->sample->scratch;
+    range_t channels = part(context, conv->n_in);
+    for (ptrdiff_t c = channels.begin; c < channels.end; c += GROUP) {
+        const int count = in_group(c, &channels);
+        planes_t planes = read_planes(context, op->in, &step->in, c, count, 0, num_pixels(&step->in));
+        for (int i = 0; i < count; i++) {
+            float *phase = phases + (c + i) * stride;
+            for (int y = 0; y < step->phases; y++)
+                for (int x = 0; x < step->phases; x++, phase += step->phase_plane)
+                    split_phase(
+                        kernels, op, step, planes.first + i * planes.stride, y * op->dilation % op->stride,
+                        x * op->dilation % op->stride, phase);
         }
-        const float *from = plane + (ptrdiff_t)y * map->width + first;
-        int width = divide_up(map->width - first, dilation);
-        row[0] = 0.f;
-        if (dilation == 1)
-            memcpy(row + 1, from, (size_t)width * sizeof *row);
-        else
-            for (int x = 0; x < width; x++)
-                row[1 + x] = from[x * dilation];
-        memset(row + 1 + width, 0, (size_t)(tiling->pitch - 1 - width) * sizeof *row);
     }
-}
-
-/* Copy the pixels of phases to their places in a plane, with bias, residual and ReLU. */
-static void interleave(
-    const op_t *op, const shape_t *map, const tiling_t *tiling, const piece_t *pieces, int count, const float *phases,
-    float *out, const float *residual, float bias) {
-    const int dilation = op->dilation;
-    for (int i = 0; i < count; i++)
-        for (int y = 0; y < pieces[i].rows; y++) {
-            const float *from = phases + pieces[i].out + (ptrdiff_t)y * tiling->width;
-            ptrdiff_t at = pieces[i].pixel + (ptrdiff_t)y * dilation * map->width;
-            for (int x = 0; x < pieces[i].columns; x++, at += dilation) {
-                float value = from[x] + bias + (residual ? residual[at] : 0.f);
-                out[at] = op->relu && value < 0.f ? 0.f : value;
-            }
-        }
-}
-
-/* Number of vectors that a thread works on at a time if threads run their own tiles, in their own parts of the scratch
- * memory. 0 if they share all tiles because there is one thread or the map is small. */
-static int block_per_thread(const context_t *context, const conv_t *conv) {
-    const step_t *step = conv->step;
-    const int threads = context->threads, lanes = context->plan->network->kernels->lanes;
-    if (threads == 1 || step->tiling.vectors < 2 * threads)
-        return 0;
-    int block = step->block;
-    while (block
-           && threads * (point_floats(conv->op->c_in, block, lanes) + point_floats(conv->op->c_out, block, lanes))
-               > 2 * (step->v_point + step->m_point))
-        block--;
-    return block;
-}
-
-/* Threads that share tiles split the channels, then the points, then the rows. */
-static void run_winograd(context_t *shared, conv_t *conv) {
-    const kernels_t *kernels = shared->plan->network->kernels;
-    const step_t *step = conv->step;
-    const tiling_t *tiling = &step->tiling;
-    float *v = shared->sample->scratch;
-    ptrdiff_t v_point = step->v_point, m_point = step->m_point;
-    float *padded = shared->own->plane;
-    ptrdiff_t point = packing(conv->op, 1).point;
-    product_t product = conv->product;
-    product.bias = NULL;
-    product.relu = 0;
-    ptrdiff_t v_vector = (ptrdiff_t)conv->n_in * kernels->lanes, m_vector = (ptrdiff_t)conv->n_out * kernels->lanes;
-    product.x_row = product.out_row = kernels->lanes;
-    product.x_vector = v_vector;
-    product.out_vector = m_vector;
-    context_t alone = *shared;
-    const context_t *context = shared;
-    range_t own = {0, tiling->vectors};
-    int block = block_per_thread(shared, conv);
-    if (block) {
-        own = part(shared, tiling->vectors);
-        v_point = point_floats(conv->op->c_in, block, kernels->lanes);
-        m_point = point_floats(conv->op->c_out, block, kernels->lanes);
-        v += shared->thread * tiling->points * (v_point + m_point);
-        alone.thread = 0;
-        alone.threads = 1;
-        context = &alone;
-    } else
-        block = step->block;
-    float *m = v + tiling->points * v_point;
-    for (int begin = (int)own.begin; begin < own.end; begin += block) {
-        int end = begin + block < own.end ? begin + block : (int)own.end;
-        /* Rows of the padded planes that these tiles read. */
-        const piece_t *pieces = tiling->pieces;
-        int last = end * tiling->pieces_per_vector - 1;
-        while (!pieces[last].rows)
-            last--;
-        int first_row = pieces[begin * tiling->pieces_per_vector].in / tiling->pitch;
-        int end_row = pieces[last].in / tiling->pitch + tiling->size + 2;
-        range_t channels = part(context, conv->n_in);
-        for (ptrdiff_t j = channels.begin; j < channels.end; j++) {
-            pad(conv->op, &step->in, tiling, conv->in + j * step->in.plane, first_row, end_row, padded);
-            kernels->transform_input(tiling, padded, begin, end, v + j * kernels->lanes, v_vector, v_point);
-        }
-        meet(context);
-        range_t points = part(context, tiling->points);
-        for (ptrdiff_t p = points.begin; p < points.end; p++) {
-            product.row_offset = p * point;
-            product.then = (p + 1 < points.end ? p + 1 : points.begin) * point;
-            product.x = v + p * v_point;
-            product.out = m + p * m_point;
-            kernels->product(&product, 0, conv->n_out, end - begin);
-        }
-        meet(context);
-        range_t rows = part(context, conv->n_out);
-        for (ptrdiff_t k = rows.begin; k < rows.end; k++) {
-            ptrdiff_t at = k * step->out.plane;
-            const float *residual = conv->residual ? conv->residual + at : NULL;
-            const float *mk = m + k * kernels->lanes;
-            float bias = context->own->bias[k];
-            if (conv->op->dilation == 1) {
-                kernels->transform_output(
-                    tiling, mk, m_vector, m_point, begin, end, conv->out + at, residual, bias, conv->op->relu);
-                continue;
-            }
-            float *phases = context->own->plane;
-            kernels->transform_output(tiling, mk, m_vector, m_point, begin, end, phases, NULL, 0.f, 0);
-            int per_vector = tiling->pieces_per_vector;
-            interleave(
-                conv->op, &step->out, tiling, pieces + begin * per_vector, (end - begin) * per_vector, phases,
-                conv->out + at, residual, bias);
+    meet(context);
+    const share_t own = share(context, conv);
+    if (own.rows.begin == own.rows.end)
+        return;
+    float *panels = context->own->scratch;
+    const int pixels = num_pixels(&step->out);
+    for (int panel = (int)own.panels.begin; panel < own.panels.end; panel += own.chunk) {
+        int end = panel + own.chunk < own.panels.end ? panel + own.chunk : (int)own.panels.end;
+        int count = (end * PANEL < pixels ? end * PANEL : pixels) - panel * PANEL;
+        for (int channel = 0, some; channel < conv->n_in; channel += some) {
+            some = conv->n_in - channel < own.channels ? conv->n_in - channel : own.channels;
+            const ptrdiff_t x_panel = (ptrdiff_t)some * conv->taps * PANEL;
+            for (int j = 0; j < some; j++)
+                kernels->pack_taps(
+                    phases + (channel + j) * stride, step->tap_offsets, conv->taps, step->pitch, step->out.width,
+                    panel * PANEL, count, context->own->line, panels + (ptrdiff_t)j * conv->taps * PANEL, x_panel);
+            add_channels(context, conv, &own, channel, some, panel, count, panels, x_panel);
         }
     }
 }
@@ -289,7 +221,7 @@ void run_conv(context_t *context, const op_t *op, const step_t *step) {
     if (algorithm == WINOGRAD)
         run_winograd(context, &conv);
     else if (algorithm == DIRECT)
-        run_direct(context, &conv);
+        (conv.taps == 1 ? run_strided : run_direct)(context, &conv);
     else
-        run_packed(context, &conv, conv.in, step->in.plane);
+        run_pointwise(context, &conv, context->sample->buffers[op->in], step->in.panel);
 }

@@ -48,39 +48,53 @@ static void average_row(
 void run_pool(context_t *context, const op_t *op, const step_t *step) {
     const kernels_t *kernels = context->plan->network->kernels;
     const shape_t *in = &step->in, *out = &step->out;
+    float *columns = context->own->scratch, *line = context->own->line;
     range_t channels = part(context, in->channels);
-    for (ptrdiff_t c = channels.begin; c < channels.end; c++) {
-        const float *x = context->sample->buffers[op->in] + c * in->plane;
-        float *y = context->sample->buffers[op->out] + c * out->plane;
-        for (int i = 0; i < out->height; i++, y += out->width)
-            if (op->kind == MAX_POOL)
-                max_pool_row(kernels, op, in, i, x, context->own->plane, out->width, y);
-            else
-                average_row(op, in, i, x, context->own->plane, out->width, y);
+    for (ptrdiff_t c = channels.begin; c < channels.end; c += GROUP) {
+        const int count = in_group(c, &channels);
+        planes_t planes = read_planes(context, op->in, in, c, count, 0, num_pixels(in));
+        for (int j = 0; j < count; j++) {
+            const float *x = planes.first + j * planes.stride;
+            float *y = line;
+            for (int i = 0; i < out->height; i++, y += out->width)
+                if (op->kind == MAX_POOL)
+                    max_pool_row(kernels, op, in, i, x, columns, out->width, y);
+                else
+                    average_row(op, in, i, x, columns, out->width, y);
+            write_plane(context, op->out, out, c + j, line);
+        }
+    }
+}
+
+/* Pool a plane to bins * bins pixels. */
+static void pool_plane(const kernels_t *kernels, const shape_t *in, int bins, const float *x, float *columns, float *y) {
+    for (int i = 0; i < bins; i++) {
+        int top = (int)((int64_t)i * in->height / bins);
+        int bottom = (int)(((int64_t)(i + 1) * in->height + bins - 1) / bins);
+        memcpy(columns, x + (ptrdiff_t)top * in->width, (size_t)in->width * sizeof *columns);
+        for (int row = top + 1; row < bottom; row++)
+            for (int j = 0; j < in->width; j++)
+                columns[j] += x[(ptrdiff_t)row * in->width + j];
+        for (int j = 0; j < bins; j++) {
+            int left = (int)((int64_t)j * in->width / bins);
+            int right = (int)(((int64_t)(j + 1) * in->width + bins - 1) / bins);
+            double sum = kernels->sum(columns + left, right - left);
+            *y++ = (float)(sum / ((double)(bottom - top) * (right - left)));
+        }
     }
 }
 
 void run_adaptive_pool(context_t *context, const op_t *op, const step_t *step) {
     const shape_t *in = &step->in;
-    const int bins = op->kernel;
-    float *columns = context->own->plane;
     range_t channels = part(context, in->channels);
-    for (ptrdiff_t c = channels.begin; c < channels.end; c++) {
-        const float *x = context->sample->buffers[op->in] + c * in->plane;
-        float *y = context->sample->buffers[op->out] + c * step->out.plane;
-        for (int i = 0; i < bins; i++) {
-            int top = (int)((int64_t)i * in->height / bins);
-            int bottom = (int)(((int64_t)(i + 1) * in->height + bins - 1) / bins);
-            memcpy(columns, x + (ptrdiff_t)top * in->width, (size_t)in->width * sizeof *columns);
-            for (int row = top + 1; row < bottom; row++)
-                for (int j = 0; j < in->width; j++)
-                    columns[j] += x[(ptrdiff_t)row * in->width + j];
-            for (int j = 0; j < bins; j++) {
-                int left = (int)((int64_t)j * in->width / bins);
-                int right = (int)(((int64_t)(j + 1) * in->width + bins - 1) / bins);
-                double sum = context->plan->network->kernels->sum(columns + left, right - left);
-                *y++ = (float)(sum / ((double)(bottom - top) * (right - left)));
-            }
+    for (ptrdiff_t c = channels.begin; c < channels.end; c += GROUP) {
+        const int count = in_group(c, &channels);
+        planes_t planes = read_planes(context, op->in, in, c, count, 0, num_pixels(in));
+        for (int j = 0; j < count; j++) {
+            pool_plane(
+                context->plan->network->kernels, in, op->kernel, planes.first + j * planes.stride,
+                context->own->scratch, context->own->line);
+            write_plane(context, op->out, &step->out, c + j, context->own->line);
         }
     }
 }
@@ -93,52 +107,61 @@ static float source_position(int i, int in, int out, int align_corners) {
     return position > 0.f ? position : 0.f;
 }
 
+/* Resize a plane bilinearly; `rows` is memory for the input, resized to the width of the output. */
+static void resize(const op_t *op, const shape_t *in, const shape_t *out, const float *x, float *rows, float *y) {
+    for (int j = 0; j < out->width; j++) {
+        float position = source_position(j, in->width, out->width, op->align_corners);
+        int left = (int)position < in->width - 1 ? (int)position : in->width - 1;
+        int right = left + (left < in->width - 1);
+        float weight = position - (float)left;
+        for (int i = 0; i < in->height; i++) {
+            const float *row = x + (ptrdiff_t)i * in->width;
+            rows[(ptrdiff_t)i * out->width + j] = (1.f - weight) * row[left] + weight * row[right];
+        }
+    }
+    for (int i = 0; i < out->height; i++, y += out->width) {
+        float position = source_position(i, in->height, out->height, op->align_corners);
+        int top = (int)position < in->height - 1 ? (int)position : in->height - 1;
+        int bottom = top + (top < in->height - 1);
+        float weight = position - (float)top;
+        const float *above = rows + (ptrdiff_t)top * out->width, *below = rows + (ptrdiff_t)bottom * out->width;
+        for (int j = 0; j < out->width; j++)
+            y[j] = (1.f - weight) * above[j] + weight * below[j];
+    }
+}
+
 void run_place(context_t *context, const op_t *op, const step_t *step) {
     const shape_t *in = &step->in, *out = &step->out;
-    float *rows = context->own->plane; /* of the input, resized to the width of the output */
+    if (in->height == out->height && in->width == out->width) {
+        range_t panels = part(context, num_panels(in));
+        for (ptrdiff_t i = panels.begin; i < panels.end; i++)
+            memcpy(
+                context->sample->buffers[op->out] + i * out->panel + op->before * PANEL,
+                context->sample->buffers[op->in] + i * in->panel, (size_t)in->channels * PANEL * sizeof(float));
+        return;
+    }
     range_t channels = part(context, in->channels);
     for (ptrdiff_t c = channels.begin; c < channels.end; c++) {
-        const float *x = context->sample->buffers[op->in] + c * in->plane;
-        float *y = context->sample->buffers[op->out] + (c + op->before) * out->plane;
-        if (in->height == out->height && in->width == out->width) {
-            memcpy(y, x, (size_t)in->height * in->width * sizeof *y);
-            continue;
-        }
-        for (int j = 0; j < out->width; j++) {
-            float position = source_position(j, in->width, out->width, op->align_corners);
-            int left = (int)position < in->width - 1 ? (int)position : in->width - 1;
-            int right = left + (left < in->width - 1);
-            float weight = position - (float)left;
-            for (int i = 0; i < in->height; i++) {
-                const float *row = x + (ptrdiff_t)i * in->width;
-                rows[(ptrdiff_t)i * out->width + j] = (1.f - weight) * row[left] + weight * row[right];
-            }
-        }
-        for (int i = 0; i < out->height; i++, y += out->width) {
-            float position = source_position(i, in->height, out->height, op->align_corners);
-            int top = (int)position < in->height - 1 ? (int)position : in->height - 1;
-            int bottom = top + (top < in->height - 1);
-            float weight = position - (float)top;
-            const float *above = rows + (ptrdiff_t)top * out->width, *below = rows + (ptrdiff_t)bottom * out->width;
-            for (int j = 0; j < out->width; j++)
-                y[j] = (1.f - weight) * above[j] + weight * below[j];
-        }
+        planes_t planes = read_planes(context, op->in, in, c, 1, 0, num_pixels(in));
+        resize(op, in, out, planes.first, context->own->scratch, context->own->line);
+        write_plane(context, op->out, out, c + op->before, context->own->line);
     }
 }
 
 void run_subsample(context_t *context, const op_t *op, const step_t *step) {
     const shape_t *in = &step->in, *out = &step->out;
+    float *line = context->own->line;
     range_t channels = part(context, out->channels);
     for (ptrdiff_t c = channels.begin; c < channels.end; c++) {
-        float *y = context->sample->buffers[op->out] + c * out->plane;
         ptrdiff_t from = c - op->before;
-        if (from < 0 || from >= in->channels) {
-            memset(y, 0, (size_t)out->plane * sizeof *y);
-            continue;
+        if (from < 0 || from >= in->channels)
+            memset(line, 0, (size_t)num_pixels(out) * sizeof *line);
+        else {
+            planes_t planes = read_planes(context, op->in, in, from, 1, 0, num_pixels(in));
+            for (int i = 0; i < out->height; i++)
+                context->plan->network->kernels->subsample(
+                    planes.first + (ptrdiff_t)i * op->stride * in->width, op->stride, line + i * out->width, out->width);
         }
-        const float *x = context->sample->buffers[op->in] + from * in->plane;
-        for (int i = 0; i < out->height; i++, y += out->width)
-            context->plan->network->kernels->subsample(
-                x + (ptrdiff_t)i * op->stride * in->width, op->stride, y, out->width);
+        write_plane(context, op->out, out, c, line);
     }
 }

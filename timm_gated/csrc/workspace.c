@@ -48,7 +48,9 @@ static size_t lay_out(workspace_t *workspace, char *memory) {
     }
     for (int t = 0; t < workspace->num_threads; t++) {
         thread_t thread;
-        thread.plane = take(memory, &used, plan->thread_floats, sizeof *thread.plane);
+        thread.scratch = take(memory, &used, plan->thread_floats, sizeof *thread.scratch);
+        thread.planes = take(memory, &used, times(GROUP, (size_t)plan->plane), sizeof *thread.planes);
+        thread.line = take(memory, &used, (size_t)plan->plane, sizeof *thread.line);
         thread.bias = take(memory, &used, channels, sizeof *thread.bias);
         thread.logits = take(memory, &used, channels + (size_t)plan->max_hidden, sizeof *thread.logits);
         thread.rows = take(memory, &used, channels, sizeof *thread.rows);

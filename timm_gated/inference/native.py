@@ -6,7 +6,7 @@ filters and read them from weights that are packed once.
 import ctypes
 import threading
 from collections import Counter, OrderedDict
-from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_size_t, c_void_p
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
@@ -25,11 +25,11 @@ from .program import (
     check_images,
 )
 
-__all__ = ['NativeRunner', 'instruction_sets', 'why_not']
+__all__ = ['NativeRunner', 'fma_peak', 'instruction_sets', 'why_not']
 
 _MAX_PLANS = 4  # image sizes to keep memory for, most recently used
 _MAX_PIXELS = 2 ** 26  # per image (csrc/plan.c)
-_VERSION = 4  # must equal tg_version()
+_VERSION = 5  # must equal tg_version()
 
 
 class _ConvSpec(ctypes.Structure):
@@ -43,6 +43,7 @@ _SIGNATURES: Dict[str, Tuple[Any, List[Any]]] = {
     'tg_version': (c_int, []),
     'tg_error': (c_char_p, []),
     'tg_isa': (c_char_p, [c_int]),
+    'tg_fma_peak': (c_int, [c_char_p, POINTER(c_double)]),
     'tg_network_new': (c_void_p, [c_char_p, c_int, c_int, c_int]),
     'tg_network_free': (None, [c_void_p]),
     'tg_add_conv': (c_int, [c_void_p, POINTER(_ConvSpec), c_void_p, c_void_p]),
@@ -96,6 +97,17 @@ def instruction_sets() -> List[str]:
     while _library is not None and (name := _library.tg_isa(len(names))) is not None:
         names.append(name.decode())
     return names
+
+
+def fma_peak(isa: str) -> float:
+    """Measure the peak of one core, in GFLOP/s: multiply-adds on registers.
+
+    Args:
+        isa: Instruction set.
+    """
+    gflops = c_double()
+    _check(None, _get().tg_fma_peak(isa.encode(), gflops) != 0)
+    return gflops.value
 
 
 def _get() -> ctypes.CDLL:
