@@ -29,8 +29,9 @@ INLINE int divide_up(int value, int divisor) { return (value + divisor - 1) / di
 typedef struct {
     const float *const *rows;
     ptrdiff_t row_offset;
-    ptrdiff_t then; /* row_offset of the next product, for prefetching its weights */
-    int interleaved; /* filters whose weights for one input share a cache line */
+    ptrdiff_t then;       /* row_offset of the next product, for prefetching its weights */
+    int interleaved;      /* filters whose weights for one input share a cache line */
+    ptrdiff_t row_floats; /* weights of a row, or of a group of interleaved rows, that the columns are among */
     const ptrdiff_t *columns;
     int depth;
     const float *x;

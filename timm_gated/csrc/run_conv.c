@@ -30,6 +30,7 @@ static conv_t prepare(context_t *context, const op_t *op, const step_t *step, al
     conv.product = (product_t){
         .rows = own->rows,
         .interleaved = packed.side_by_side,
+        .row_floats = op->c_in * packed.column,
         .columns = own->columns,
         .depth = conv.n_in * conv.taps,
         .out = sample->buffers[op->out],
