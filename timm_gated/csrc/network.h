@@ -24,7 +24,7 @@
 #define BLOCK_DEPTH 1024
 
 /* Channels that are copied from panels to planes together: neighbouring cache lines. */
-#define GROUP 4
+#define GROUP 8
 
 /* Columns that the windows of a pooled row of so many outputs read. */
 #define pooled_columns(op, width) (((width) - 1) * (op)->stride + (op)->kernel)
