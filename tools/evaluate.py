@@ -4,20 +4,103 @@
     python tools/evaluate.py --model gated_resnet20 --checkpoint runs/*/model_best.pth.tar --data-dir data/cifar10
     python tools/evaluate.py --model gated_resnet20 --checkpoint gated.pth cifar_resnet20=dense.pth \\
         --data-dir data/cifar10 --output runs/evaluation.json
+    python tools/evaluate.py --model gated_resnet20.bas_c10 --pretrained --data-dir data/cifar10 --accelerate
 
 A checkpoint belongs to --model unless it is written as MODEL=FILE. Without one, the pretrained weights of --model are
 evaluated. tools/tradeoff.py draws the JSON file.
+
+--accelerate also runs each network through `timm_gated.accelerate`, on the CPU. It counts the images whose prediction
+differs from that of the network, and adds milliseconds per image at batch 1: accelerated, the accelerated dense
+counterpart, and the network in eager torch. Gate statistics, MACs and accuracy are those of the network itself.
 """
+from __future__ import annotations
+
 import argparse
 import json
+import random
 import re
+import statistics
 import sys
+import time
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence
 
 from _options import add_data_options, add_model_options, add_threshold_option, format_table, make_parser
 
+if TYPE_CHECKING:
+    import torch
+    import torch.nn as nn
+
 Result = Dict[str, Any]
+SIDES = {'accelerated': 'accelerated, ms', 'dense': 'dense, ms', 'eager': 'eager, ms'}
+
+
+def dense_counterpart(network: Any) -> Optional[nn.Module]:
+    """Create the dense counterpart of a gated network, with its weights. None if the network has no counterpart."""
+    import timm
+
+    from timm_gated import GatedNet
+    if not isinstance(network, GatedNet):
+        return None
+    args = {**network.dense_args, 'num_classes': network.num_classes}
+    dense = timm.create_model(network.dense_variant, **args).eval()
+    names = dense.state_dict().keys()
+    dense.load_state_dict({name: value for name, value in network.state_dict().items() if name in names}, strict=False)
+    return dense
+
+
+def accelerated(network: nn.Module, model: str) -> nn.Module:
+    """Accelerate a network. Raise a ValueError that names the model if that is not possible."""
+    from timm_gated import accelerate
+    try:
+        return accelerate(network)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"--accelerate does not support '{model}': {error} Run without --accelerate.") from error
+
+
+def time_in_turns(sides: Dict[str, nn.Module], images: Sequence[torch.Tensor]) -> Dict[str, float]:
+    """Return the median milliseconds per image of each side at batch 1.
+
+    Each image runs on all sides in random order, so that a disturbance of the machine affects all of them.
+    """
+    import torch
+    order = random.Random(0)
+    times: Dict[str, List[float]] = {name: [] for name in sides}
+    with torch.inference_mode():
+        for image in images:
+            for name in order.sample(list(sides), len(sides)):
+                time.sleep(0.03)  # idle threads of the previous side spin for a while
+                sides[name](image[None])  # warm the caches
+                start = time.perf_counter()
+                sides[name](image[None])
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure_speed(network: nn.Module, fast: nn.Module, model: str, dataset: Any, count: int) -> Result:
+    """Time a network on images spread evenly over a data set, and describe the conditions.
+
+    Args:
+        network: Network in evaluation mode.
+        fast: The accelerated network.
+        model: Name of the model.
+        dataset: Data set of (image, label).
+        count: Maximum number of images.
+    """
+    import torch
+
+    from timm_gated.inference import Accelerated
+    sides = {'accelerated': fast, 'eager': network}
+    dense = dense_counterpart(network)
+    if dense is not None:
+        sides['dense'] = accelerated(dense, model)
+    count = min(count, len(dataset))
+    images = [dataset[index * len(dataset) // count][0] for index in range(count)]
+    times = time_in_turns(sides, images)
+    part = next(module for module in fast.modules() if isinstance(module, Accelerated))
+    return {
+        'milliseconds': {name: times.get(name) for name in SIDES}, 'num_images': count, 'batch_size': 1,
+        'threads': torch.get_num_threads(), 'backend': part.backend, 'isa': getattr(part.runner, 'isa', None)}
 
 
 def evaluate(text: str, args: argparse.Namespace) -> Result:
@@ -29,20 +112,44 @@ def evaluate(text: str, args: argparse.Namespace) -> Result:
     """
     from tqdm import tqdm
 
-    from timm_gated.analysis import create_data, create_network, parse_checkpoint, record_gates, summary, title
+    from timm_gated.analysis import (
+        classification_step,
+        create_data,
+        create_network,
+        parse_checkpoint,
+        record_gates,
+        summary,
+        title,
+    )
     model, checkpoint = parse_checkpoint(text, args.model)
     path = Path(checkpoint)
     name = re.sub(r'(\.(pth|pt|th|tar|safetensors))+$', '', path.name)
     if name in ('model_best', 'last'):  # in timm, the folder has the name of the run
         name = path.resolve().parent.name
     network = create_network(model, checkpoint, args)
+    fast = accelerated(network, model) if args.accelerate else None
     name = title(network, model, name)
     data = create_data(network, args)
     batches = tqdm(data.loader, desc=name, unit='batch')
-    record = record_gates(network, batches, data.class_names, data.step)
-    return {
+    predictions: List[int] = []
+
+    def run_both() -> Iterator[Any]:
+        """Run the accelerated network before each batch is recorded: a record counts the MACs of all that runs."""
+        step = classification_step(fast, len(data.class_names))
+        for batch in batches:
+            predictions.extend(step(batch).prediction.tolist())
+            yield batch
+
+    record = record_gates(network, run_both() if fast is not None else batches, data.class_names, data.step)
+    result = {
         'name': name, 'model': model, 'checkpoint': checkpoint, 'untrained': network.untrained,
         'data': f'{args.data_dir}, {args.split}', **summary(record, args.threshold)}
+    if fast is not None:
+        result['accelerate'] = {
+            'top1': 100 * sum(record.label == predictions) / record.num_samples,
+            'different_predictions': int(sum(record.prediction != predictions)),
+            **measure_speed(network, fast, model, data.loader.dataset, args.timed_images)}
+    return result
 
 
 def table(results: Sequence[Result]) -> str:
@@ -65,15 +172,45 @@ def table(results: Sequence[Result]) -> str:
     return format_table(rows)
 
 
+def speed_table(results: Sequence[Result]) -> str:
+    """Format the times of the accelerated networks, one per line, under their conditions."""
+    speed = results[0]['accelerate']
+    kernels = f'native kernels ({speed["isa"]})' if speed['isa'] else f'{speed["backend"]} backend'
+    rows = [('', *SIDES.values(), 'images', 'different predictions')]
+    for result in results:
+        speed = result['accelerate']
+        times = [speed['milliseconds'][name] for name in SIDES]
+        rows.append((
+            result['name'],
+            *('-' if value is None else f'{value:.3f}' for value in times),
+            str(speed['num_images']),
+            f'{speed["different_predictions"]} of {result["num_samples"]}'))
+    threads = f'{speed["threads"]} thread{"s" if speed["threads"] > 1 else ""}'
+    return (
+        f'Median milliseconds per image at batch 1, {threads}, {kernels}.\n'
+        f'dense: accelerated dense counterpart; eager: the network in torch.\n\n{format_table(rows)}')
+
+
 def main(argv: Optional[List[str]] = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument(
         '--checkpoint', nargs='+', default=[''], metavar='[MODEL=]FILE', help='weights to evaluate')
     parser.add_argument('--output', type=Path, metavar='FILE', help='JSON file for the results')
     add_threshold_option(parser)
+    parser.add_argument(
+        '--accelerate', action='store_true', help='also run and time the accelerated networks, on the CPU')
+    parser.add_argument(
+        '--timed-images', type=int, default=50, metavar='N',
+        help='number of images to time with --accelerate (default: %(default)s)')
     add_model_options(parser)
     add_data_options(parser)
     args = parser.parse_args(argv)
+    if args.timed_images < 1:
+        parser.error(f'--timed-images must be at least 1, got {args.timed_images}.')
+    if args.accelerate:
+        args.device = args.device or 'cpu'
+        if args.device.partition(':')[0] != 'cpu':
+            parser.error(f'--accelerate runs on the CPU, got --device {args.device}. Give --device cpu.')
 
     from timm_gated.analysis import check_threshold
     from timm_gated.utils import new_file
@@ -84,6 +221,8 @@ def main(argv: Optional[List[str]] = None) -> int:
         print(f'error: {error}', file=sys.stderr)
         return 1
     print(table(results))
+    if args.accelerate:
+        print(f'\n{speed_table(results)}')
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         with new_file(args.output) as partial:

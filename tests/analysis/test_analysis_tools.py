@@ -10,9 +10,9 @@ import torch
 from forked import Done, run_script
 from mmseg_small import write_config
 from small_analysis import CLASSES, MODEL_KWARGS, MODEL_OPTIONS, make_net, write_images
-from tool import TOOLS, run_tool
+from tool import TOOLS, load_tool, run_tool
 
-from timm_gated import gates
+from timm_gated import CifarResNet, accelerate, gates, instruction_sets
 
 NET = ['--model', 'gated_resnet20', *MODEL_OPTIONS]
 
@@ -71,6 +71,70 @@ def test_evaluate_and_tradeoff(data, checkpoints, tmp_path):
     assert done.returncode == 0, done.output[-3000:]
     assert done.output.count('measured') == 2 and done.output.count('published') == 9
     assert {path.name for path in tmp_path.iterdir()} == {'results', 'tradeoff.png', 'tradeoff.svg'}
+
+
+def test_evaluate_accelerated(data, checkpoints, tmp_path, capsys):
+    common = [
+        *NET, '--checkpoint', checkpoints / 'gated.pth.tar', f'cifar_resnet20={checkpoints}/dense.pth.tar',
+        '--data-dir', data, '--workers', '0', '--batch-size', '16', '--output', tmp_path / 'evaluation.json']
+    assert run_tool('evaluate', *common) == 0
+    plain = json.loads((tmp_path / 'evaluation.json').read_text())['results']
+    shown = capsys.readouterr().out
+    assert run_tool('evaluate', *common, '--accelerate', '--timed-images', '3') == 0
+    results = json.loads((tmp_path / 'evaluation.json').read_text())['results']
+    more = capsys.readouterr().out
+    assert more.startswith(shown.partition('Results')[0])
+    speeds = [result.pop('accelerate') for result in results]
+    assert results == plain  # MACs and gate statistics do not include the accelerated network
+    for speed, result in zip(speeds, results, strict=True):
+        assert speed['different_predictions'] == 0 and speed['top1'] == pytest.approx(result['top1'])
+        assert (speed['num_images'], speed['batch_size'], speed['threads']) == (3, 1, torch.get_num_threads())
+        assert speed['isa'] == (instruction_sets() or [None])[0]
+        assert speed['milliseconds']['accelerated'] > 0 and speed['milliseconds']['eager'] > 0
+    assert speeds[0]['milliseconds']['dense'] > 0 and speeds[1]['milliseconds']['dense'] is None
+    assert more.count('0 of 42') == 2 and f'{torch.get_num_threads()} thread' in more
+    assert (speeds[0]['isa'] or 'torch backend') in more
+
+
+def test_evaluate_counts_different_predictions(data, checkpoints, tmp_path, monkeypatch):
+    class Wrong(torch.nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = accelerate(net)
+
+        def forward(self, x):
+            return -self.net(x)  # the least likely class
+
+    monkeypatch.setattr('timm_gated.accelerate', Wrong)
+    target = tmp_path / 'evaluation.json'
+    assert run_tool(
+        'evaluate', *NET, '--checkpoint', checkpoints / 'gated.pth.tar', '--data-dir', data, '--workers', '0',
+        '--accelerate', '--timed-images', '1', '--output', target) == 0
+    result, = json.loads(target.read_text())['results']
+    assert result['accelerate']['different_predictions'] == 42
+
+
+def test_the_dense_counterpart_has_the_weights_of_the_gated_network():
+    net, images = make_net(), torch.randn(2, 3, 16, 16)
+    dense = load_tool('evaluate').dense_counterpart(net)
+    assert type(dense) is CifarResNet and not gates(dense)
+    for _, gate in gates(net):
+        torch.nn.init.zeros_(gate.fc2.weight)
+        torch.nn.init.ones_(gate.fc2.bias)
+    torch.testing.assert_close(dense(images), net(images))
+
+
+def test_errors_of_evaluate_accelerated(data, capsys):
+    options = ['--untrained', '--data-dir', data, '--num-classes', '7', '--accelerate']
+    assert run_tool('evaluate', '--model', 'vit_tiny_patch16_224', *options) == 1
+    error = capsys.readouterr().err
+    assert "--accelerate does not support 'vit_tiny_patch16_224'" in error and 'Run without --accelerate' in error
+    for change, message in (
+            (['--device', 'cuda'], 'got --device cuda. Give --device cpu'),
+            (['--timed-images', '0'], '--timed-images must be at least 1, got 0')):
+        with pytest.raises(SystemExit):
+            run_tool('evaluate', '--model', 'gated_resnet20', *options, *change)
+        assert message in capsys.readouterr().err
 
 
 def test_segmentation(tmp_path):
