@@ -1,13 +1,18 @@
 """Benchmark the latency of gated networks against dense baselines
 
-Dense ResNets run in eager torch, torch.compile, ONNX Runtime and OpenVINO. Gated ResNets run masked (all filters are
-computed) and with both backends of `accelerate`, 'torch' and 'native'. All compute in float32. Without a checkpoint,
-networks are untrained and the gate biases are set to keep a given share of the filters.
+Dense networks run in eager torch, torch.compile, ONNX Runtime and OpenVINO, with OpenVINO in int8, and with our native
+kernels. Gated networks run masked (all filters are computed) and with both backends of `accelerate`, 'torch' and
+'native'. All but int8 compute in float32. Without trained weights, networks are untrained and the gate biases are set
+to keep a given share of the filters.
+
+Networks are gated models of timm, with a tag for their packaged weights; a number is short for a gated ResNet of that
+depth for ImageNet. pspnet_r50 is mmseg's PSPNet with a ResNet-50, run at batch size 1 only, as is int8.
 
 Writes a table, a figure and all timings as JSON to --output.
 
     python tools/benchmark_inference.py --quick
     python tools/benchmark_inference.py --networks 34 --keep 0.43 1 --batch-sizes 1 --threads 1
+    python tools/benchmark_inference.py --networks gated_resnet20.bas_c10 pspnet_r50 --isa avx2
     python tools/benchmark_inference.py --networks 34 --checkpoint model.safetensors --data-dir imagenet
     python tools/benchmark_inference.py --networks 34 --simulate 16 --device cuda
 """
@@ -25,113 +30,40 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
+from _bench_networks import PSPNET, Network, PSPNet, find_network, has_mmseg, load_images
+from _bench_report import LEGEND, Row, fit_lines, fit_table, plot, table
+from _bench_runtimes import DENSE_RUNTIMES, INT8, Run, prepare, prepare_onnx, quantize
 from _options import make_parser
 from tqdm import tqdm
 
 if TYPE_CHECKING:
     import torch
-    import torch.nn as nn
 
     from timm_gated.inference import SlicedRunner
 
-Run = Callable[[], Any]
-DENSE_RUNTIMES = ('eager', 'compile', 'onnxruntime', 'openvino')
-GATED_RUNTIMES = ('masked', 'torch', 'native')
-
-
-@dataclass
-class Row:
-    """One line of the table."""
-    network: str
-    runtime: str
-    keep: Optional[float]  # share of filters kept by the gates; None for dense and for trained networks
-    batch_size: int
-    threads: int
-    gmacs: float  # per image
-    times: List[float] = field(default_factory=list)  # milliseconds per batch
-
-    @property
-    def ms(self) -> float:
-        return statistics.median(self.times)
-
-    @property
-    def spread(self) -> float:
-        """Half the interquartile range."""
-        quartiles = statistics.quantiles(self.times, n=4) if len(self.times) > 1 else [0., 0., 0.]
-        return (quartiles[2] - quartiles[0]) / 2
-
-    @property
-    def is_dense(self) -> bool:
-        return self.runtime in DENSE_RUNTIMES
-
-
-def keep_filters(model: nn.Module, share: float) -> nn.Module:
-    """Set the gate biases in place so that each gate keeps a random share of its filters, the same for all images."""
-    import torch
-
-    from timm_gated import gates
-    generator = torch.Generator().manual_seed(0)
-    for _, gate in gates(model):
-        order = torch.randperm(gate.num_gates, generator=generator)
-        with torch.no_grad():
-            gate.fc2.weight.zero_()
-            gate.fc2.bias.fill_(-1.)
-            gate.fc2.bias[order[:round(share * gate.num_gates)]] = 1.
-    return model
-
-
-def prepare_onnx(model: nn.Module, x: torch.Tensor, folder: Path) -> str:
-    import torch
-    path = folder / f'{id(model)}-{x.shape[0]}.onnx'
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        torch.onnx.export(model, (x,), str(path), dynamo=True, verbose=False)
-    return str(path)
-
-
-def prepare(
-        model: nn.Module, runtime: str, x: torch.Tensor, threads: int, folder: Path, isa: Optional[str] = None) -> Run:
-    """Return a function that runs a batch."""
-    import torch
-
-    from timm_gated import accelerate
-    if runtime in ('eager', 'masked'):
-        return lambda: model(x)
-    if runtime == 'compile':
-        torch._dynamo.reset()  # past its recompilation limit it would run eagerly
-        compiled = torch.compile(model, dynamic=False)
-        return lambda: compiled(x)
-    if runtime in ('torch', 'native'):
-        fast = accelerate(model, runtime, isa if runtime == 'native' else None)
-        return lambda: fast(x)
-    path, images = prepare_onnx(model, x, folder), x.numpy()
-    if runtime == 'onnxruntime':
-        import onnxruntime
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        session = onnxruntime.InferenceSession(path, options, providers=['CPUExecutionProvider'])
-        name = session.get_inputs()[0].name
-        return lambda: session.run(None, {name: images})[0]
-    import openvino
-    request = openvino.Core().compile_model(path, 'CPU', {
-        # with the throughput hint, a single request would use one thread
-        'INFERENCE_NUM_THREADS': threads, 'PERFORMANCE_HINT': 'LATENCY',
-        'INFERENCE_PRECISION_HINT': 'f32'}).create_infer_request()
-    return lambda: request.infer({0: images}, share_inputs=True, share_outputs=True)[0]
+CALIBRATION_IMAGES = 16
 
 
 def check_outputs(sides: Sequence[Tuple[Row, Run]]) -> None:
-    """Check that all runtimes of a network give the same outputs."""
+    """Check that all runtimes of a network give the same outputs.
+
+    Float32 outputs must agree to 1e-3 of the largest one. For int8 this is only a sanity check: the outputs must be
+    within half the norm of the float32 outputs.
+    """
     import torch
     expected: Dict[Any, torch.Tensor] = {}
-    for row, run in sides:
+    for row, run in sorted(sides, key=lambda side: side[0].runtime == INT8):  # int8 last
         output = torch.as_tensor(run())
         first = expected.setdefault((row.network, row.keep), output.clone())
+        if row.runtime == INT8:
+            error = ((output - first).norm() / first.norm()).item()
+            if not error < 0.5:  # or NaN
+                raise AssertionError(f'{row.network} in int8 is off by {error:.2f} of the norm of its outputs.')
+            continue
         torch.testing.assert_close(
             output, first, atol=1e-3 * first.abs().max().item(), rtol=0,
             msg=lambda text, row=row: f'{row.network} under {row.runtime} gives different outputs: {text}')
@@ -150,147 +82,55 @@ def time_in_turns(sides: Sequence[Tuple[Row, Run]], rounds: int) -> None:
                 row.times.append(1e3 * (time.perf_counter() - start))
 
 
-def load_images(args: argparse.Namespace, model: nn.Module, count: int) -> torch.Tensor:
-    """Load images of the data set, or draw noise."""
-    import timm
-    import torch
-    if args.data_dir is None:
-        return torch.randn(count, 3, args.img_size, args.img_size, generator=torch.Generator().manual_seed(0))
-    config = timm.data.resolve_data_config({'input_size': (3, args.img_size, args.img_size)}, model=model)
-    dataset = timm.data.create_dataset('', args.data_dir, split='validation')
-    transform = timm.data.create_transform(**config)
-    step = max(1, len(dataset) // count)
-    return torch.stack([transform(dataset[i * step % len(dataset)][0]) for i in range(count)])
-
-
-def gated_networks(args: argparse.Namespace, depth: int) -> Iterator[Tuple[Optional[float], nn.Module]]:
-    """Yield the trained gated network, or one network per share of filters kept."""
-    import timm
-    import torch
-
-    from timm_gated.utils import explained
-    if args.checkpoint is not None:
-        with explained(f'{args.checkpoint} does not load into gated_resnet{depth}'):
-            model = timm.create_model(f'gated_resnet{depth}', checkpoint_path=args.checkpoint).eval()
-        if model.fresh_gates:
-            raise ValueError(f'{args.checkpoint} has no weights for the gates; use a checkpoint of a gated network.')
-        yield None, model
-        return
-    for share in args.keep:
-        torch.manual_seed(0)
-        yield share, keep_filters(timm.create_model(f'gated_resnet{depth}', zero_init_last=False), share).eval()
-
-
-def benchmark(args: argparse.Namespace, folder: Path) -> List[Row]:
-    import timm
+def benchmark_network(
+        args: argparse.Namespace, network: Network, batch_size: int, threads: int, folder: Path) -> List[Row]:
+    """Time all runtimes of a network in one setting."""
     import torch
 
     from timm_gated import count_macs
+    torch.set_num_threads(threads)
+    dense = network.dense()
+    x = load_images(network, args.data_dir, batch_size)
+    native = [f'native {isa}' for isa in args.isa]
+    sides: List[Tuple[Row, Run]] = []
+
+    def add(name: str, model: torch.nn.Module, runtime: str, keep: Optional[float], gmacs: float) -> None:
+        path = None
+        if runtime in ('onnxruntime', 'openvino', INT8):
+            path = prepare_onnx(model, x, folder / f'{network.name}-{batch_size}.onnx')
+        if runtime == INT8:
+            path = quantize(path, load_images(network, args.data_dir, CALIBRATION_IMAGES, seed=1))
+        row = Row(name, network.dense_name, runtime, keep, network.image_size, batch_size, threads, gmacs)
+        sides.append((row, prepare(model, runtime, x, threads, path)))
+
+    dense_macs = count_macs(dense, x[:1]).dense / 1e9
+    for runtime in (*args.dense_runtimes, *native):
+        if runtime != INT8 or batch_size == 1:
+            add(network.dense_name, dense, runtime, None, dense_macs)
+    for keep, gated in network.variants(args.keep):
+        macs = count_macs(gated, x).per_sample.double().mean().item() / 1e9
+        for runtime in ('masked', 'torch', *native):
+            add(network.name, gated, runtime, keep, dense_macs if runtime == 'masked' else macs)
+    check_outputs(sides)
+    is_fast = batch_size == 1 and not isinstance(network, PSPNet)
+    time_in_turns(sides, args.rounds if is_fast else max(5, args.rounds // 4))
+    return [row for row, _ in sides]
+
+
+def benchmark(args: argparse.Namespace, networks: Sequence[Network], folder: Path) -> List[Row]:
+    runs = [(batch_size, threads, network) for batch_size in args.batch_sizes for threads in args.threads
+            for network in networks if batch_size == 1 or not isinstance(network, PSPNet)]
     rows: List[Row] = []
-    settings = [(batch_size, threads) for batch_size in args.batch_sizes for threads in args.threads]
-    progress = tqdm(total=len(settings) * len(args.networks), desc='settings', unit='')
-    for batch_size, threads in settings:
-        torch.set_num_threads(threads)
-        rounds = args.rounds if batch_size == 1 else max(5, args.rounds // 4)
-        for depth in args.networks:
-            sides: List[Tuple[Row, Run]] = []
-            torch.manual_seed(0)
-            # zero_init_last would make the weights zero after folding
-            dense = timm.create_model(f'resnet{depth}', zero_init_last=False).eval()
-            x = load_images(args, dense, batch_size)
-            dense_macs = count_macs(dense, x[:1]).dense / 1e9
-            for runtime in args.dense_runtimes:
-                run = prepare(dense, runtime, x, threads, folder)
-                sides.append((Row(f'resnet{depth}', runtime, None, batch_size, threads, dense_macs), run))
-            for keep, gated in gated_networks(args, depth):
-                macs = count_macs(gated, x).per_sample.double().mean().item() / 1e9
-                for runtime in GATED_RUNTIMES:
-                    run = prepare(gated, runtime, x, threads, folder, args.isa)
-                    computed = dense_macs if runtime == 'masked' else macs
-                    sides.append((Row(f'gated_resnet{depth}', runtime, keep, batch_size, threads, computed), run))
-            check_outputs(sides)
-            time_in_turns(sides, rounds)
-            rows.extend(row for row, _ in sides)
-            progress.update()
-    progress.close()
+    for batch_size, threads, network in tqdm(runs, desc='settings', unit=''):
+        rows.extend(benchmark_network(args, network, batch_size, threads, folder))
     return rows
 
 
-def fastest_dense(rows: Sequence[Row], like: Row, depth: str) -> Optional[Row]:
-    """Find the fastest dense runtime of a ResNet in the same setting."""
-    found = [row for row in rows if row.is_dense and row.network == f'resnet{depth}'
-             and (row.batch_size, row.threads) == (like.batch_size, like.threads)]
-    return min(found, key=lambda row: row.ms, default=None)
-
-
-def columns(rows: Sequence[Row], row: Row) -> List[str]:
-    """Format a row of the table."""
-    depth = row.network.rsplit('resnet', 1)[1]
-    ratios = []
-    for against in (depth, '18'):
-        best = fastest_dense(rows, row, against)
-        ratios.append(f'{row.ms / best.ms:.2f}' if best else '')
-    full = next((other for other in rows if other.keep == 1. and (
-        other.network, other.runtime, other.batch_size, other.threads) == (
-        row.network, row.runtime, row.batch_size, row.threads)), None)
-    became_time = ''
-    if full is not None and row.gmacs < full.gmacs:
-        became_time = f'{100 * (1 - row.ms / full.ms) / (1 - row.gmacs / full.gmacs):.0f} %'
-    filters = '' if row.is_dense else 'as trained' if row.keep is None else f'{100 * row.keep:.0f} %'
-    return [row.network, row.runtime, filters, f'{row.gmacs:.2f}', f'{row.ms:.1f}', f'± {row.spread:.1f}',
-            f'{1e3 * row.batch_size / row.ms:.1f}', *ratios, became_time]
-
-
-HEADER = ['network', 'runtime', 'filters kept', 'GMACs', 'ms', '', 'images/s', '× fastest dense', '× dense ResNet-18',
-          'of MACs saved, time saved']
-
-
-LEGEND = """ms: median per batch, ± half the interquartile range.
-GMACs: computed MACs per image (masked: all of them).
-× fastest dense: time relative to the fastest dense runtime of the same depth, batch size and threads.
-of MACs saved, time saved: saved time as a share of saved MACs, relative to the same runtime with all filters kept."""
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Format all rows, grouped by setting."""
-    text = []
-    for setting in dict.fromkeys((row.batch_size, row.threads) for row in rows):
-        some = [row for row in rows if (row.batch_size, row.threads) == setting]
-        cells = [HEADER, *(columns(rows, row) for row in some)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ['  '.join(map(str.ljust, line, widths)).rstrip() for line in cells]
-        text.append(f'batch {setting[0]}, {setting[1]} thread{"s" if setting[1] > 1 else ""}')
-        text.extend([lines[0], '-' * max(map(len, lines)), *lines[1:], ''])
-    return '\n'.join(text)
-
-
-def plot(rows: Sequence[Row], weights: str, path: Path) -> None:
-    """Plot milliseconds against MACs per image, with one panel per setting."""
-    from matplotlib.figure import Figure
-    settings = list(dict.fromkeys((row.batch_size, row.threads) for row in rows))
-    fig = Figure(figsize=(5.2 * len(settings), 4.4), layout='constrained')
-    fig.suptitle(f'Weights: {weights}', fontsize='small')
-    axes = fig.subplots(1, len(settings), squeeze=False)
-    for axis, setting in zip(axes[0], settings, strict=True):
-        lines: Dict[Tuple[str, str], List[Row]] = {}
-        for row in rows:
-            if (row.batch_size, row.threads) == setting:
-                lines.setdefault((row.runtime, row.network), []).append(row)
-        runtimes = list(dict.fromkeys(runtime for runtime, _ in lines))
-        labelled = set()
-        for (runtime, _), line in lines.items():
-            line = sorted(line, key=lambda row: row.gmacs)
-            axis.plot(
-                [row.gmacs for row in line], [row.ms / row.batch_size for row in line],
-                's' if line[0].is_dense else 'o-', color=f'C{runtimes.index(runtime)}',
-                label=None if runtime in labelled else runtime)
-            labelled.add(runtime)
-        axis.set(
-            xlabel='GMACs per image', ylabel='ms per image', ylim=(0, None), xlim=(0, None),
-            title=f'batch {setting[0]}, {setting[1]} thread{"s" if setting[1] > 1 else ""}')
-        axis.grid(alpha=0.3)
-    axes[0][0].legend(frameon=False, title='dense (squares), gated (lines)', fontsize='small')
-    fig.savefig(path, dpi=150)
+def fma_peaks() -> Dict[str, float]:
+    """Measure the FMA peak of one core in GFLOP/s, for each vectorised instruction set of this machine."""
+    from timm_gated import instruction_sets
+    from timm_gated.inference.native import fma_peak
+    return {isa: fma_peak(isa) for isa in instruction_sets() if isa != 'portable'}
 
 
 def fix_gates(runner: SlicedRunner, opened: Dict[int, torch.Tensor]) -> SlicedRunner:
@@ -305,12 +145,11 @@ def fix_gates(runner: SlicedRunner, opened: Dict[int, torch.Tensor]) -> SlicedRu
     return runner
 
 
-def simulate(args: argparse.Namespace) -> List[Row]:
+def simulate(args: argparse.Namespace, networks: Sequence[Network]) -> List[Row]:
     """Simulate batched kernels as in the paper: per image, time the sparse network of its gate decisions on a batch.
 
     Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
     """
-    import timm
     import torch
 
     from timm_gated import count_macs
@@ -328,58 +167,86 @@ def simulate(args: argparse.Namespace) -> List[Row]:
         return statistics.median(times[1:])
 
     rows, batch_size = [], args.simulate_batch_size
-    for depth in args.networks:
-        dense = timm.create_model(f'resnet{depth}', zero_init_last=False).eval()
-        images = load_images(args, dense, args.simulate)
+    for network in networks:
+        dense = network.dense()
+        images = load_images(network, args.data_dir, args.simulate)
         batch = images[:1].expand(batch_size, -1, -1, -1).to(device)
         macs = count_macs(dense, images[:1]).dense / 1e9
         # both without the head and with batch norm folded
         plain = SlicedRunner(compile_trunk(trunk(dense).modules)).to(device)
-        rows.append(Row(f'resnet{depth}', 'eager', None, batch_size, torch.get_num_threads(), macs,
-                        [milliseconds(lambda plain=plain, batch=batch: plain.run_together(batch))]))
-        for keep, gated in gated_networks(args, depth):
+        rows.append(Row(
+            network.dense_name, network.dense_name, 'eager', None, network.image_size, batch_size,
+            torch.get_num_threads(), macs, [milliseconds(lambda plain=plain, batch=batch: plain.run_together(batch))]))
+        for keep, gated in network.variants(args.keep):
             runner = SlicedRunner(compile_trunk(trunk(gated).modules))
             times = []
-            for image in tqdm(images, desc=f'gated_resnet{depth}, images', leave=False):
+            for image in tqdm(images, desc=f'{network.name}, images', leave=False):
                 opened = runner.run_together(image[None]).opened
                 sparse = fix_gates(runner, opened).to(device)
                 times.append(milliseconds(lambda sparse=sparse, batch=batch: sparse.run_together(batch)))
             macs = count_macs(gated, images).per_sample.double().mean().item() / 1e9
             rows.append(Row(
-                f'gated_resnet{depth}', 'simulated', keep, batch_size, torch.get_num_threads(), macs, times))
+                network.name, network.dense_name, 'simulated', keep, network.image_size, batch_size,
+                torch.get_num_threads(), macs, times))
     return rows
 
 
-def machine(isa: Optional[str] = None) -> Dict[str, Any]:
+def machine(isa: Sequence[str]) -> Dict[str, Any]:
     """Describe the machine and the versions of the runtimes."""
-    from timm_gated import instruction_sets
     cpu = platform.processor()
     if Path('/proc/cpuinfo').exists():
         names = [line.split(':', 1)[1].strip() for line in Path('/proc/cpuinfo').read_text().splitlines()
                  if line.startswith('model name')]
         cpu = names[0] if names else cpu
     versions = {}
-    for name in ('torch', 'timm', 'onnxruntime', 'openvino'):
+    for name in ('torch', 'timm', 'onnxruntime', 'openvino', 'nncf', 'mmsegmentation'):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    return dict(cpu=cpu, cores=os.cpu_count(), kernels=isa or (instruction_sets() or ['none'])[0], **versions)
+    return dict(cpu=cpu, cores=os.cpu_count(), kernels=' and '.join(isa) or 'none', **versions)
+
+
+def choose_isa(asked: Optional[Sequence[str]], only_fastest: bool) -> List[str]:
+    """Choose the instruction sets of the native kernels: those asked for, or all vectorised ones of this CPU."""
+    from timm_gated import instruction_sets
+    available = instruction_sets()
+    missing = [isa for isa in asked or () if isa not in available]
+    if missing:
+        raise ValueError(f'--isa {" ".join(missing)} is not available here, only {", ".join(available) or "none"}.')
+    chosen = list(asked or [isa for isa in available if isa != 'portable'] or available)
+    return chosen[:1] if only_fastest and not asked else chosen
+
+
+def choose_networks(args: argparse.Namespace) -> List[Network]:
+    """Find the networks asked for, or the default ones."""
+    names = args.networks
+    if names is None:
+        names = ['18', '34', '50']
+        if not args.quick and args.simulate is None and 1 in args.batch_sizes:
+            if has_mmseg():
+                names.append(PSPNET)
+            else:
+                print(f"skipped {PSPNET}: mmsegmentation is not installed (pip install 'timm-gated[mmseg]').")
+    networks = [find_network(name, args.img_size, args.checkpoint) for name in names]
+    return list({network.name: network for network in networks}.values())
 
 
 def main(argv: Optional[List[str]] = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument('--quick', action='store_true', help='batch 1, --keep 0.43 0.55 1, 7 rounds, no torch.compile: '
-                        'within three minutes')
-    parser.add_argument('--networks', type=int, nargs='+', default=[18, 34, 50], choices=(18, 34, 50, 101, 152))
+    parser.add_argument('--quick', action='store_true', help='batch 1, --keep 0.43 0.55 1, 7 rounds, the fastest '
+                        'instruction set, no torch.compile, int8 and PSPNet: within three minutes')
+    parser.add_argument('--networks', nargs='+', metavar='NAME', help='gated models of timm, 18, 34, … or '
+                        f'{PSPNET} (default: 18 34 50 and, with mmseg, {PSPNET})')
     parser.add_argument('--keep', type=float, nargs='+', default=[0.25, 0.43, 0.55, 0.75, 1.],
                         help='shares of filters to keep (default: 0.25 0.43 0.55 0.75 1)')
     parser.add_argument('--batch-sizes', type=int, nargs='+', default=[1, 32])
     parser.add_argument('--threads', type=int, nargs='+', help='numbers of threads (default: 1 and all)')
     parser.add_argument('--dense-runtimes', nargs='+', default=list(DENSE_RUNTIMES), choices=DENSE_RUNTIMES)
-    parser.add_argument('--isa', choices=('avx512', 'avx2', 'portable'),
-                        help='instruction set of the native kernels (default: the fastest one here)')
-    parser.add_argument('--img-size', type=int, default=224)
-    parser.add_argument('--rounds', type=int, default=21, help='timed rounds at batch size 1; larger batches have '
-                        'a quarter, at least 5 (default: 21)')
+    parser.add_argument('--isa', nargs='+', choices=('avx512', 'avx2', 'portable'),
+                        help='instruction sets of the native kernels (default: all vectorised ones of this CPU)')
+    parser.add_argument('--img-size', type=int, metavar='N', help=f"image size (default: the network's, 224 or 32); "
+                        f'{PSPNET} has N x 2N (default: 288 x 576)')
+    parser.add_argument('--rounds', type=int, default=21, help=f'timed rounds at batch size 1; larger batches and '
+                        f'{PSPNET} have a quarter, at least 5 (default: 21)')
     parser.add_argument('--checkpoint', help='weights of a trained gated network; needs a single --networks')
     parser.add_argument('--data-dir', help='image folder to use instead of noise')
     parser.add_argument('--simulate', type=int, metavar='IMAGES',
@@ -393,38 +260,59 @@ def main(argv: Optional[List[str]] = None) -> int:
         parser.error(f'--rounds must be at least 1, got {args.rounds}.')
     if not all(0 <= share <= 1 for share in args.keep):
         parser.error(f'--keep must be between 0 and 1, got {args.keep}.')
-    if args.checkpoint is not None and len(args.networks) != 1:
+    if args.checkpoint is not None and len(args.networks or ()) != 1:
         parser.error('--checkpoint needs a single network, for example --networks 34.')
     if args.checkpoint is not None and not Path(args.checkpoint).is_file():
         parser.error(f'--checkpoint {args.checkpoint} does not exist.')
     if args.data_dir is not None and not Path(args.data_dir).is_dir():
         parser.error(f'--data-dir {args.data_dir} does not exist.')
+    whole = PSPNET in (args.networks or ())
+    if whole and (args.quick or args.simulate is not None):
+        parser.error(f'{PSPNET} is not part of --quick and --simulate.')
+    if whole and 1 not in args.batch_sizes:
+        parser.error(f'{PSPNET} runs at batch size 1 only, got --batch-sizes {args.batch_sizes}.')
     if args.quick:
         args.keep, args.batch_sizes, args.rounds = [0.43, 0.55, 1.], [1], 7
-        args.dense_runtimes = [runtime for runtime in args.dense_runtimes if runtime != 'compile']
+        args.dense_runtimes = [runtime for runtime in args.dense_runtimes if runtime not in ('compile', INT8)]
 
     import torch
     if args.threads is None:
         args.threads = sorted({1, torch.get_num_threads()})
+    try:
+        args.isa = choose_isa(args.isa, args.quick)
+        networks = choose_networks(args)
+    except ValueError as error:
+        print(f'error: {error}', file=sys.stderr)
+        return 1
     weights = 'random (untrained)'
-    if args.checkpoint is not None:
-        weights = f'{args.checkpoint} (gated), random (dense, untrained)'
+    trained = [args.checkpoint or network.name for network in networks if network.is_trained]
+    if trained:
+        rest = 'random (dense, untrained)' if len(trained) == len(networks) else 'random (all others, untrained)'
+        weights = f'{", ".join(trained)} (gated), {rest}'
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.output) as scratch:
         folder = Path(scratch)
+        peaks = {} if args.simulate is not None else fma_peaks()
         try:
             with torch.inference_mode():
-                rows = simulate(args) if args.simulate is not None else benchmark(args, folder)
+                rows = (
+                    simulate(args, networks) if args.simulate is not None else benchmark(args, networks, folder))
         except ValueError as error:
             print(f'error: {error}', file=sys.stderr)
             return 1
-        found = machine(args.isa)
+        found, fits = machine(args.isa), fit_lines(rows)
         conditions = f'{", ".join(f"{key} {value}" for key, value in found.items())}\nweights: {weights}'
-        summary = f'{conditions}\n\n{table(rows)}\n{LEGEND}\n'
+        if peaks:
+            conditions += '\nFMA peak of one core: ' + ', '.join(
+                f'{isa} {peak:.0f} GFLOP/s' for isa, peak in peaks.items())
+        summary = f'{conditions}\n\n{table(rows, peaks)}\n{LEGEND}\n'
+        if fits:
+            summary += f'\n{fit_table(fits)}'
         (folder / 'table.txt').write_text(summary)
-        (folder / 'results.json').write_text(json.dumps(
-            dict(machine=found, weights=weights, rows=[dict(asdict(row), ms=row.ms) for row in rows]), indent=1))
-        plot(rows, weights, folder / 'speed.png')
+        (folder / 'results.json').write_text(json.dumps(dict(
+            machine=found, weights=weights, fma_peaks=peaks, fits=[asdict(fit) for fit in fits],
+            rows=[dict(asdict(row), ms=row.ms, share_of_peak=row.share_of_peak(peaks)) for row in rows]), indent=1))
+        plot(rows, fits, weights, folder / 'speed.png')
         for name in ('table.txt', 'results.json', 'speed.png'):
             os.replace(folder / name, args.output / name)
     print(f'{summary}\nFigure and timings: {args.output}')

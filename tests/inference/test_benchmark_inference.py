@@ -2,58 +2,171 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
 from forked import run_script
 from PIL import Image
-from tool import TOOLS, run_tool
+from tool import TOOLS, load_tool, run_tool
+
+from timm_gated import instruction_sets
+from timm_gated.inference import native
 
 SMALL = ['--networks', '18', '--img-size', '64', '--rounds', '2', '--threads', '1']
+PEAKS = {'avx512': 100., 'avx2': 40.}
+VECTORISED = [isa for isa in instruction_sets() if isa != 'portable']
+
+
+@pytest.fixture(autouse=True)
+def peaks(monkeypatch):
+    """Known peaks, so that shares of the peak can be computed by hand."""
+    monkeypatch.setattr(native, 'fma_peak', PEAKS.__getitem__, raising=False)
+
+
+def read_results(output: Path) -> dict:
+    return json.loads((output / 'results.json').read_text())
 
 
 def read_rows(output: Path) -> list:
-    return json.loads((output / 'results.json').read_text())['rows']
+    return read_results(output)['rows']
 
 
-def test_table_figure_and_timings(tmp_path):
+def cells(table: str, network: str, runtime: str) -> dict:
+    """The cells of the first row of a network and runtime, by column."""
+    lines = table.splitlines()
+    rule = next(i for i, line in enumerate(lines) if line.startswith('---'))
+    ends = np.cumsum([len(part) + 2 for part in lines[rule].split('  ')]).tolist()
+    rows = [[line[a:b].strip() for a, b in zip([0, *ends], ends, strict=False)] for line in lines[rule - 1:]]
+    row = next(row for row in rows if row[:2] == [network, runtime])
+    return dict(zip(rows[0], row, strict=True))
+
+
+def test_table_figure_and_timings(tmp_path, capsys):
     output = tmp_path / 'bench'
-    done = run_script(
-        TOOLS / 'benchmark_inference.py', *SMALL, '--keep', '0.5', '1', '--batch-sizes', '1', '--dense-runtimes',
-        'eager', 'onnxruntime', 'openvino', '--output', output, cwd=tmp_path)
-    assert done.returncode == 0, done.output[-3000:]
+    assert run_tool(
+        'benchmark_inference', *SMALL, '--keep', '0.25', '0.5', '1', '--batch-sizes', '1', '--dense-runtimes',
+        'eager', 'onnxruntime', 'openvino', 'openvino_int8', '--output', output) == 0
+    printed = capsys.readouterr().out
     assert {path.name for path in output.iterdir()} == {'table.txt', 'results.json', 'speed.png'}
-    assert (output / 'table.txt').read_text() in done.output
+    table = (output / 'table.txt').read_text()
+    assert table in printed
     with Image.open(output / 'speed.png') as figure:
         assert figure.width > figure.height
-    results = json.loads((output / 'results.json').read_text())
-    assert results['weights'] == 'random (untrained)' and 'weights: random (untrained)' in done.output
-    assert {'cpu', 'cores', 'kernels', 'torch', 'openvino'} <= set(results['machine'])
-    rows = results['rows']
-    assert len(rows) == 3 + 2 * 3
+    results = read_results(output)
+    assert results['weights'] == 'random (untrained)' and 'weights: random (untrained)' in printed
+    assert {'cpu', 'cores', 'kernels', 'torch', 'openvino', 'nncf'} <= set(results['machine'])
+    rows, runtimes = results['rows'], [f'native {isa}' for isa in VECTORISED]
+    assert [row['runtime'] for row in rows if row['network'] == 'resnet18'] == [
+        'eager', 'onnxruntime', 'openvino', 'openvino_int8', *runtimes]
+    assert [row['runtime'] for row in rows if row['network'] == 'gated_resnet18'] == ['masked', 'torch', *runtimes] * 3
     for row in rows:
         assert len(row['times']) == 2 and min(row['times']) > 0
     macs = {row['keep']: row['gmacs'] for row in rows if row['runtime'] != 'masked'}
     assert macs[0.5] < 0.6 * macs[1.0] and macs[1.0] == pytest.approx(macs[None], rel=0.01)
-    native = next(line.split() for line in done.output.splitlines() if line.startswith('gated_resnet18  native'))
-    assert native[2:4] == ['50', '%'] and native[-1] == '%'
+
+    dense = {row['runtime']: row for row in rows if row['network'] == 'resnet18'}
+    fastest = min(dense[name]['ms'] for name in ('eager', 'onnxruntime', 'openvino'))
+    for runtime in (*dense, *runtimes):
+        found = cells(table, 'resnet18', runtime)
+        assert found['filters kept'] == '' and found['image'] == '64'
+        assert found['× fastest dense'] == f'{dense[runtime]["ms"] / fastest:.2f}'
+        assert found['× OpenVINO int8'] == f'{dense[runtime]["ms"] / dense["openvino_int8"]["ms"]:.2f}'
+    assert cells(table, 'gated_resnet18', 'torch')['of MACs saved, time saved'].endswith('%')
+    assert dense['openvino_int8']['share_of_peak'] is None
+    assert cells(table, 'resnet18', 'openvino_int8')['share of peak'] == ''
+    assert results['fma_peaks'] == {isa: PEAKS[isa] for isa in VECTORISED}
+    for runtime, peak in (('eager', max(results['fma_peaks'].values(), default=0)), *(
+            (f'native {isa}', PEAKS[isa]) for isa in VECTORISED)):
+        if peak:
+            row = dense[runtime]
+            assert row['share_of_peak'] == pytest.approx(2e9 * row['gmacs'] / (row['ms'] / 1e3) / (peak * 1e9))
+            assert f'{100 * row["share_of_peak"]:.0f} %' == cells(table, 'resnet18', runtime)['share of peak']
+    for isa in VECTORISED:
+        assert f'{isa} {PEAKS[isa]:.0f} GFLOP/s' in table
+
+    assert [fit['runtime'] for fit in results['fits']] == ['torch', *runtimes]  # masked computes all MACs
+    for fit in results['fits']:
+        some = [row for row in rows if row['network'] == 'gated_resnet18' and row['runtime'] == fit['runtime']]
+        x, y = ([row[key] for row in some] for key in ('gmacs', 'ms'))
+        assert fit['r2'] == pytest.approx(np.corrcoef(x, y)[0, 1] ** 2)
+        assert fit['intercept'] + fit['slope'] * np.mean(x) == pytest.approx(np.mean(y))
+        assert f'{fit["intercept"]:.2f}' in table and f'{fit["r2"]:.3f}' in table
+
+
+def row(report, runtime='torch', keep=1., gmacs=1., ms=1., threads=1, batch_size=1):
+    return report.Row('gated_a', 'a', runtime, keep, (32, 32), batch_size, threads, gmacs, [ms])
+
+
+def test_fit_of_a_known_line():
+    report = load_tool('_bench_report')
+    rows = [row(report, gmacs=x, keep=x, ms=4 * (3 + 2 * x), batch_size=4) for x in (0.25, 0.5, 1.)]
+    (fit,) = report.fit_lines(rows)
+    assert (fit.intercept, fit.slope, fit.r2, fit.full_ms) == pytest.approx((3, 2, 1, 5))
+    assert '60 %' in report.fit_table([fit])
+    assert not report.fit_lines(rows[:2])
+    bent = [row(report, gmacs=x, keep=x, ms=y) for x, y in ((0., 0.), (0.5, 1.), (1., 0.))]
+    assert report.fit_lines(bent)[0].r2 == pytest.approx(0)
+
+
+def test_time_relative_to_one_thread():
+    report = load_tool('_bench_report')
+    rows = [row(report, ms=8.), row(report, ms=5., threads=2), row(report, 'masked', ms=3., threads=2)]
+    column = report.HEADER.index('× 1 thread')
+    assert [report.columns(rows, one, {})[column] for one in rows] == ['', '0.62', '']
+    assert [one.share_of_peak({'avx2': 100.}) for one in rows[:2]] == pytest.approx([2.5, 2.])
+
+
+def test_int8_is_checked_loosely():
+    tool, report = load_tool('benchmark_inference'), load_tool('_bench_report')
+    output = torch.tensor([1., -2., 3.])
+
+    def check(factor, runtime):
+        tool.check_outputs([(row(report, runtime), lambda: factor * output), (row(report), lambda: output)])
+
+    check(1.2, 'openvino_int8')
+    for factor, runtime in ((2., 'openvino_int8'), (float('nan'), 'openvino_int8'), (1.2, 'openvino')):
+        with pytest.raises(AssertionError):
+            check(factor, runtime)
+
+
+def test_packaged_weights_and_threads(tmp_path, capsys):
+    assert run_tool(
+        'benchmark_inference', '--networks', 'gated_resnet20.bas_c10', 'gated_resnet20_w10', '--keep', '1', '--rounds',
+        '1', '--threads', '1', '2', '--batch-sizes', '1', '--dense-runtimes', 'eager', '--isa', 'portable', '--output',
+        tmp_path) == 0
+    torch.set_num_threads(1)
+    results = read_results(tmp_path)
+    assert results['weights'] == 'gated_resnet20.bas_c10 (gated), random (all others, untrained)'
+    rows = [row for row in results['rows'] if row['threads'] == 2]
+    assert [(row['network'], row['runtime'], row['keep']) for row in rows] == [
+        ('cifar_resnet20', 'eager', None), ('cifar_resnet20', 'native portable', None),
+        *(('gated_resnet20.bas_c10', runtime, None) for runtime in ('masked', 'torch', 'native portable')),
+        ('cifar_resnet20_w10', 'eager', None), ('cifar_resnet20_w10', 'native portable', None),
+        *(('gated_resnet20_w10', runtime, 1.) for runtime in ('masked', 'torch', 'native portable'))]
+    assert all(row['image_size'] == [32, 32] for row in rows)
+    assert rows[3]['gmacs'] < 0.9 * rows[0]['gmacs'] and rows[5]['gmacs'] > 5 * rows[0]['gmacs']
+    two = capsys.readouterr().out.split('batch 1, 2 threads\n')[1]
+    assert 'as trained' in two and float(cells(two, 'gated_resnet20.bas_c10', 'torch')['× 1 thread']) > 0
 
 
 def test_batch_sizes(tmp_path, capsys):
     run_tool('benchmark_inference', *SMALL, '--keep', '0.5', '--batch-sizes', '1', '3', '--dense-runtimes', 'eager',
              '--isa', 'portable', '--output', tmp_path)
-    assert json.loads((tmp_path / 'results.json').read_text())['machine']['kernels'] == 'portable'
+    assert read_results(tmp_path)['machine']['kernels'] == 'portable'
     assert [(row['batch_size'], row['runtime'], len(row['times'])) for row in read_rows(tmp_path)] == [
         (size, runtime, rounds) for size, rounds in ((1, 2), (3, 5))
-        for runtime in ('eager', 'masked', 'torch', 'native')]
+        for runtime in ('eager', 'native portable', 'masked', 'torch', 'native portable')]
     table = capsys.readouterr().out
     assert 'batch 1, 1 thread\n' in table and 'batch 3, 1 thread\n' in table
 
 
 def test_simulation(tmp_path):
-    run_tool('benchmark_inference', *SMALL, '--keep', '0.5', '0', '--simulate', '2', '--simulate-batch-size', '2',
-             '--output', tmp_path)
-    assert [(row['network'], row['runtime'], len(row['times'])) for row in read_rows(tmp_path)] == [
+    done = run_script(
+        TOOLS / 'benchmark_inference.py', *SMALL, '--keep', '0.5', '0', '--simulate', '2', '--simulate-batch-size', '2',
+        '--output', tmp_path / 'bench', cwd=tmp_path)
+    assert done.returncode == 0, done.output[-3000:]
+    assert [(row['network'], row['runtime'], len(row['times'])) for row in read_rows(tmp_path / 'bench')] == [
         ('resnet18', 'eager', 1), ('gated_resnet18', 'simulated', 2), ('gated_resnet18', 'simulated', 2)]
 
 
@@ -66,12 +179,25 @@ def test_a_checkpoint_without_gates_is_refused(tmp_path, capsys):
     assert not list((tmp_path / 'bench').iterdir())
 
 
+@pytest.mark.parametrize('name, message', [
+    ('resnet18', "'resnet18' is not a gated network"),
+    ('19', "'gated_resnet19' is not a gated network"),
+    ('gated_resnet20.none', "has no tag 'none'"),
+    ('gated_resnet18.untrained', 'no pretrained weights'),
+])
+def test_unknown_networks(name, message, tmp_path, capsys):
+    assert run_tool('benchmark_inference', '--networks', name, '--output', tmp_path / 'bench') == 1
+    assert message in capsys.readouterr().err and not (tmp_path / 'bench').exists()
+
+
 @pytest.mark.parametrize('arguments, message', [
     (['--keep', '1.5'], 'between 0 and 1'),
     (['--rounds', '0'], 'at least 1'),
     (['--checkpoint', 'model.pth'], 'needs a single network'),
     (['--checkpoint', 'model.pth', '--networks', '18'], '--checkpoint model.pth does not exist'),
     (['--data-dir', 'nowhere'], '--data-dir nowhere does not exist'),
+    (['--networks', 'pspnet_r50', '--quick'], 'not part of --quick'),
+    (['--networks', 'pspnet_r50', '--batch-sizes', '2'], 'batch size 1 only'),
 ])
 def test_bad_arguments(arguments, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
