@@ -93,14 +93,16 @@ static void store_dilated(const channel_t *channel, const piece_t *pieces, int c
 }
 
 /* Number of panels that a thread works on at a time if threads run their own tiles, in their own parts of the scratch
- * memory. 0 if they share all tiles because there is one thread or the map is small. */
+ * memory: together, as many as a single thread does. 0 if they share all tiles, because there is one thread, the map is
+ * small, or there are so many weights that each thread should read a part of them only. */
 static int block_per_thread(const context_t *context, const conv_t *conv, int panels) {
     const step_t *step = conv->step;
-    if (context->threads == 1 || panels < 2 * context->threads)
+    const int threads = context->threads;
+    if (threads == 1 || panels < 2 * threads || step->block < threads)
         return 0;
-    int block = step->block;
+    int block = divide_up(step->block, threads);
     while (block
-           && context->threads * (point_floats(conv->op->c_in, block) + point_floats(conv->op->c_out, block))
+           && threads * (point_floats(conv->op->c_in, block) + point_floats(conv->op->c_out, block))
                > 2 * (step->v_point + step->m_point))
         block--;
     return block;
