@@ -1,10 +1,9 @@
 /* Compute kernels of the native backend, one set per instruction set.
  *
- * Feature maps are stored in panels of PANEL pixels, [pixels / PANEL][channels][PANEL], so that a product reads its input
- * contiguously: panels of one map are `panel` floats apart, channels PANEL floats. Closed filters are never read: a product
- * reads its weights through a list of rows (open outputs) and a list of columns (open inputs), and maps between gated
- * convolutions hold their open channels only.
- */
+ * Feature maps are stored in panels of PANEL pixels, [pixels / PANEL][channels][PANEL], so that a product reads its
+ * input contiguously: panels of one map are `panel` floats apart, channels PANEL floats. Closed filters are never read:
+ * a product reads its weights through a list of rows (open outputs) and a list of columns (open inputs), and maps
+ * between gated convolutions hold their open channels only. */
 #ifndef TIMM_GATED_KERNELS_H
 #define TIMM_GATED_KERNELS_H
 
@@ -24,14 +23,15 @@ INLINE int even_part(int count, int limit) {
 
 INLINE int divide_up(int value, int divisor) { return (value + divisor - 1) / divisor; }
 
-/* out[m][n] = sum over j < depth of rows[m][row_offset + columns[j]] * x[j][n], with optional bias[m], residual[m][n] and
- * ReLU. x, out and residual are panels. */
+/* out[m][n] = sum over j < depth of rows[m][row_offset + columns[j]] * x[j][n], with optional bias[m], residual[m][n]
+ * and ReLU. x, out and residual are panels. */
 typedef struct {
     const float *const *rows;
     ptrdiff_t row_offset;
     ptrdiff_t then;       /* row_offset of the next product, for prefetching its weights */
     int interleaved;      /* filters whose weights for one input share a cache line */
-    ptrdiff_t row_floats; /* weights of a row, or of a group of interleaved rows, that the columns are among */
+    int by_columns;       /* all weights for one input follow one another; otherwise, all of a row or group of rows */
+    ptrdiff_t row_floats; /* of such successive weights, used or not */
     const ptrdiff_t *columns;
     int depth;
     const float *x;
@@ -71,9 +71,9 @@ typedef struct {
     int piece_pixels; /* width of a piece */
     /* Compute rows [begin, end) of a product for `vectors` vectors. */
     void (*product)(const product_t *product, int begin, int end, int vectors);
-    /* Compute rows [begin, end) of a product for one pixel, the first of `out`. With interleaved rows, x[j] is the value
-     * for columns[j], and begin is a multiple of `interleaved`. Otherwise, x has a value per column of the rows, `length`
-     * in all, which is 0 if the column is not listed. */
+    /* Compute rows [begin, end) of a product for one pixel, the first of `out`. With interleaved rows, x[j] is the
+     * value for columns[j], and begin is a multiple of `interleaved`. Otherwise, x has a value per column of the rows,
+     * `length` in all, which is 0 if the column is not listed. */
     void (*product_pixel)(const product_t *product, int begin, int end, const float *x, int length);
     /* Copy pixels [first, first + count) of a convolution's taps, `offsets` into planes of a given pitch, into panels.
      * `line` is scratch memory for the pixels and PANEL more. */
@@ -86,7 +86,8 @@ typedef struct {
         ptrdiff_t point_stride);
     /* Inverse transform into an output plane. */
     void (*transform_output)(
-        const tiling_t *tiling, const float *m, ptrdiff_t panel, ptrdiff_t point_stride, int begin, int end, float *out);
+        const tiling_t *tiling, const float *m, ptrdiff_t panel, ptrdiff_t point_stride, int begin, int end,
+        float *out);
     /* Store pixels [first, first + count) of a channel into its map, with bias, optional residual and ReLU. */
     void (*finish)(
         const float *x, int first, int count, float *out, const float *residual, ptrdiff_t panel, float bias, int relu);

@@ -1,5 +1,5 @@
-/* Aligned memory. On Linux, large blocks are mapped: in large pages if available, since weights are read once per image, in
- * order; and given back to the system when released, whereas malloc would keep them in a heap with gaps. */
+/* Aligned memory. On Linux, large blocks are mapped: in large pages if available, since weights are read once per
+ * image, in order; and given back to the system when released, whereas malloc would keep them in a heap with gaps. */
 #if defined(__linux__)
 #define _GNU_SOURCE
 #include <sys/mman.h>

@@ -189,7 +189,7 @@ API int tg_add_conv(network_t *network, const conv_spec_t *spec, const float *we
     op->relu = spec->relu;
     int taps = spec->kernel * spec->kernel;
     packing_t to = packing(op, taps);
-    op->weight = allocate((size_t)to.point * sizeof *op->weight);
+    op->weight = allocate((size_t)to.floats * sizeof *op->weight);
     op->bias = copy(bias, spec->c_out);
     network->num_ops++;
     if (!op->weight || !op->bias)

@@ -1,9 +1,9 @@
 /* A gated network, and how it is run:
  *
- *     network_t    operations with packed weights; made once, by tg_network_new and tg_add_*      network.c
- *     plan_t       shapes, algorithms and sizes of memory for one image size; tg_plan_new         plan.c
- *     workspace_t  memory and threads for one call at a time; tg_workspace_new                    workspace.c, threads.c
- *     tg_run       runs a batch in a workspace                                                    run.c, run_conv.c, run_winograd.c, run_map.c
+ *     network_t    operations with packed weights; made once, by tg_network_new and tg_add_*   network.c
+ *     plan_t       shapes, algorithms and sizes of memory for one image size; tg_plan_new      plan.c
+ *     workspace_t  memory and threads for one call at a time; tg_workspace_new                 workspace.c, threads.c
+ *     tg_run       runs a batch in a workspace                                                 run.c, run_*.c, panels.c
  *
  * Kernels (kernels.h) do the arithmetic, once per instruction set. Python calls the tg_ functions; their signatures are
  * in inference/native.py, and tg_version must change with them. */
@@ -19,8 +19,8 @@
 #define API __attribute__((visibility("default")))
 #endif
 
-/* Convolutions work on blocks of their input: at most BLOCK_DEPTH inputs (channels times taps), whose products are added
- * up, and as many panels of them as fit into half of the L2 cache. */
+/* Convolutions work on blocks of their input: at most BLOCK_DEPTH inputs (channels times taps), whose products are
+ * added up, and as many panels of them as fit into half of the L2 cache. */
 #define BLOCK_DEPTH 1024
 
 /* Channels that are copied from panels to planes together: neighbouring cache lines. */
@@ -40,8 +40,8 @@ INLINE size_t times(size_t count, size_t size) { return count < MAX_MEMORY / siz
 
 typedef enum { CONV, MAX_POOL, AVG_POOL, ADAPTIVE_POOL, SUBSAMPLE, PLACE, GATE, SKIP, OUTPUT } kind_t;
 
-/* A convolution as the caller describes it; _ConvSpec in inference/native.py has the same fields. Buffers and gates that
- * do not apply are -1. */
+/* A convolution as the caller describes it; _ConvSpec in inference/native.py has the same fields. Buffers and gates
+ * that do not apply are -1. */
 typedef struct {
     int in, out, residual;
     int gate_in, gate_out;
@@ -81,20 +81,46 @@ typedef struct {
 
 /* Layout of packed weights. With gated outputs, a row is one filter. Otherwise filters are interleaved such that their
  * weights for one input fill a cache line. */
+#define INTERLEAVED 16
+
 typedef struct {
-    int side_by_side;             /* interleaved filters */
-    ptrdiff_t block;              /* stride between groups of interleaved filters */
-    ptrdiff_t column, tap, point; /* strides */
+    int side_by_side; /* interleaved filters */
+    int by_columns;   /* all weights for one input follow one another */
+    ptrdiff_t floats; /* in all */
+    ptrdiff_t block, column, tap, point; /* strides; block: between groups of interleaved filters */
 } packing_t;
 
+/* Weights of a convolution by taps, each block odd in cache lines: powers of two cause cache conflicts. */
 INLINE packing_t packing(const op_t *op, int taps) {
-    packing_t packing;
-    packing.side_by_side = op->gate_out >= 0 ? 1 : 16;
-    packing.tap = packing.side_by_side;
-    packing.column = taps * packing.tap;
-    packing.block = op->c_in * packing.column + 16; /* avoids powers of two, which cause cache conflicts */
-    packing.point = (op->c_out + packing.side_by_side - 1) / packing.side_by_side * packing.block;
-    return packing;
+    const int side_by_side = op->gate_out >= 0 ? 1 : INTERLEAVED;
+    const ptrdiff_t column = (ptrdiff_t)taps * side_by_side, block = op->c_in * column + INTERLEAVED;
+    return (packing_t){
+        .side_by_side = side_by_side,
+        .floats = divide_up(op->c_out, side_by_side) * block,
+        .block = block,
+        .column = column,
+        .tap = side_by_side,
+    };
+}
+
+/* Transformed weights, by points. They are read from memory once per image: if only the inputs are gated, those of an
+ * input follow one another, and closed inputs are not read. */
+INLINE packing_t winograd_packing(const op_t *op, int points) {
+    packing_t packed = packing(op, 1);
+    packed.point = packed.floats;
+    packed.floats *= points;
+    if (op->gate_in < 0 || op->gate_out >= 0)
+        return packed;
+    const ptrdiff_t filters = (ptrdiff_t)divide_up(op->c_out, INTERLEAVED) * INTERLEAVED;
+    const ptrdiff_t column = points * filters + INTERLEAVED;
+    return (packing_t){
+        .side_by_side = INTERLEAVED,
+        .by_columns = 1,
+        .floats = op->c_in * column,
+        .block = INTERLEAVED,
+        .column = column,
+        .point = filters,
+    };
 }
 
 INLINE ptrdiff_t row_offset(const packing_t *packing, int filter) {
@@ -123,8 +149,8 @@ typedef enum { POINTWISE, DIRECT, WINOGRAD } algorithm_t;
 typedef struct {
     shape_t in, out;
     algorithm_t algorithm;
-    /* Direct: the padded input is split into stride * stride phases, so that every tap reads contiguous pixels. The rows
-     * of phases are `pitch` wide. */
+    /* Direct: the padded input is split into stride * stride phases, so that every tap reads contiguous pixels. The
+     * rows of phases are `pitch` wide. */
     int phases; /* per dimension, those that some tap reads */
     int pitch, phase_rows;
     ptrdiff_t phase_plane;

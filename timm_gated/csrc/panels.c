@@ -4,7 +4,8 @@
 #include "run.h"
 
 planes_t read_planes(
-    context_t *context, int buffer, const shape_t *shape, ptrdiff_t channel, int count, ptrdiff_t begin, ptrdiff_t end) {
+    context_t *context, int buffer, const shape_t *shape, ptrdiff_t channel, int count, ptrdiff_t begin,
+    ptrdiff_t end) {
     if (buffer == 0)
         return (planes_t){context->image + channel * num_pixels(shape), num_pixels(shape)};
     const ptrdiff_t stride = context->plan->plane;

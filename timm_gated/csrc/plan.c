@@ -8,8 +8,8 @@
 #define MAX_OFFSET (1 << 30)     /* in the padded planes of the phases, so that offsets fit into 31 bits */
 #define MAX_PIXELS \
     ((ptrdiff_t)1 << 26) /* per map, so that padded offsets fit into 31 bits; also in inference/native.py */
-/* Floats of transformed maps, all channels counted, that Winograd's algorithm works on at a time. More than PACKED_FLOATS,
- * as larger blocks read the weights less often. */
+/* Floats of transformed maps, all channels counted, that Winograd's algorithm works on at a time: larger
+ * blocks read the weights less often. */
 #ifndef WINOGRAD_FLOATS
 #define WINOGRAD_FLOATS (1 << 19)
 #endif
@@ -88,8 +88,8 @@ static int transform_weights(network_t *network, op_t *op, int size) {
     if (*out)
         return 0;
     int side = size + 2;
-    packing_t from = packing(op, 9), to = packing(op, 1);
-    size_t bytes = (size_t)(side * side * to.point) * sizeof **out;
+    packing_t from = packing(op, 9), to = winograd_packing(op, side * side);
+    size_t bytes = (size_t)to.floats * sizeof **out;
     *out = allocate(bytes);
     if (!*out)
         return fail("out of memory: %zu bytes for transformed weights", bytes);
@@ -132,7 +132,8 @@ static int plan_direct(plan_t *plan, const op_t *op, step_t *step) {
         at_least(&plan->scratch_floats, times((size_t)num_panels(&step->out), (size_t)op->c_in * PANEL + PANEL));
         return 0;
     }
-    at_least(&plan->scratch_floats, times(times((size_t)op->c_in, (size_t)step->phases * step->phases), (size_t)step->phase_plane));
+    const size_t planes = times((size_t)op->c_in, (size_t)step->phases * step->phases);
+    at_least(&plan->scratch_floats, times(planes, (size_t)step->phase_plane));
     at_least(&plan->thread_floats, taps * PANEL > block ? taps * PANEL : block); /* packed input */
     return 0;
 }
@@ -158,12 +159,12 @@ static int plan_winograd(plan_t *plan, op_t *op, step_t *step, int size) {
     return transform_weights(plan->network, op, size);
 }
 
-/* Select the cheapest algorithm: multiplications per weight, padding included, plus the cost of loading the weight. Returns
- * a tile size, or 0 for direct convolution.
+/* Select the cheapest algorithm: multiplications per weight, padding included, plus the cost of loading the weight.
+ * Returns a tile size, or 0 for direct convolution.
  *
- * The constants were fitted to the times of all 3 x 3 convolutions of ResNet-34 and 50 at 224 x 224 by all algorithms, on
- * Zen 4 with AVX2 and AVX-512: the cheapest one is the fastest one. If inputs and outputs are gated, a part of each loaded
- * cache line is not used. */
+ * The constants were fitted to the times of all 3 x 3 convolutions of ResNet-34 and 50 at 224 x 224 by all algorithms,
+ * on Zen 4 with AVX2 and AVX-512: the cheapest one is the fastest one. If inputs and outputs are gated, a part of each
+ * loaded cache line is not used. */
 static int best_tile_size(const kernels_t *kernels, const op_t *op, const shape_t *out) {
     if (op->kernel != 3 || op->stride != 1 || op->padding != op->dilation || op->dilation > MAX_WINOGRAD_DILATION)
         return 0;
@@ -329,7 +330,8 @@ API plan_t *tg_plan_new(network_t *network, int height, int width) {
     if (failed) {
         fail("out of memory");
     } else {
-        walk.shapes[0] = (shape_t){network->in_channels, height, width, spread((ptrdiff_t)network->in_channels * PANEL)};
+        const ptrdiff_t panel = spread((ptrdiff_t)network->in_channels * PANEL);
+        walk.shapes[0] = (shape_t){network->in_channels, height, width, panel};
         plan->max_channels = network->in_channels;
         for (int i = 0; i < network->num_buffers; i++)
             walk.gates[i] = -1;

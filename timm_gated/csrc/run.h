@@ -35,8 +35,8 @@ typedef struct {
     ptrdiff_t stride;
 } planes_t;
 
-/* Read pixels [begin, end) of `count` channels, at most GROUP, into memory of this thread, where pixels have their places
- * in complete planes. The image is not copied. */
+/* Read pixels [begin, end) of `count` channels, at most GROUP, into memory of this thread, where pixels have their
+ * places in complete planes. The image is not copied. */
 planes_t read_planes(
     context_t *context, int buffer, const shape_t *shape, ptrdiff_t channel, int count, ptrdiff_t begin, ptrdiff_t end);
 

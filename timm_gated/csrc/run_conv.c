@@ -1,4 +1,5 @@
-/* Convolutions as products on panels: 1 x 1 directly, others on packed taps. Winograd's algorithm is in run_winograd.c. */
+/* Convolutions as products on panels: 1 x 1 directly, others on packed taps. Winograd's algorithm is in run_winograd.c.
+ * */
 #include <string.h>
 
 #include "run.h"
@@ -17,7 +18,7 @@ static conv_t prepare(context_t *context, const op_t *op, const step_t *step, al
     const int32_t *open_in = op->gate_in >= 0 ? sample->open[op->gate_in] : NULL;
     const int32_t *open_out = op->gate_out >= 0 ? sample->open[op->gate_out] : NULL;
     const float *weight = algorithm == WINOGRAD ? op->transformed[step->tiling.size == 2] : op->weight;
-    packing_t packed = packing(op, conv.taps);
+    packing_t packed = algorithm == WINOGRAD ? winograd_packing(op, step->tiling.points) : packing(op, conv.taps);
     for (int m = 0; m < conv.n_out; m++) {
         int k = open_out ? open_out[m] : m;
         own->rows[m] = weight + row_offset(&packed, k);
@@ -30,7 +31,8 @@ static conv_t prepare(context_t *context, const op_t *op, const step_t *step, al
     conv.product = (product_t){
         .rows = own->rows,
         .interleaved = packed.side_by_side,
-        .row_floats = op->c_in * packed.column,
+        .by_columns = packed.by_columns,
+        .row_floats = packed.by_columns ? packed.point : op->c_in * packed.column,
         .columns = own->columns,
         .depth = conv.n_in * conv.taps,
         .out = sample->buffers[op->out],
@@ -42,8 +44,8 @@ static conv_t prepare(context_t *context, const op_t *op, const step_t *step, al
     return conv;
 }
 
-/* Panels that are computed at a time if the weights stay in the cache: the outputs are then written nearly in order. 3 to
- * 24 were tried; 6 is best on the widest maps, where 24 takes 10 % longer. */
+/* Panels that are computed at a time if the weights stay in the cache: the outputs are then written nearly in order. 3
+ * to 24 were tried; 6 is best on the widest maps, where 24 takes 10 % longer. */
 #define FEW_PANELS 6
 
 /* What a thread computes of a convolution. */

@@ -67,7 +67,8 @@ void run_pool(context_t *context, const op_t *op, const step_t *step) {
 }
 
 /* Pool a plane to bins * bins pixels. */
-static void pool_plane(const kernels_t *kernels, const shape_t *in, int bins, const float *x, float *columns, float *y) {
+static void pool_plane(
+    const kernels_t *kernels, const shape_t *in, int bins, const float *x, float *columns, float *y) {
     for (int i = 0; i < bins; i++) {
         int top = (int)((int64_t)i * in->height / bins);
         int bottom = (int)(((int64_t)(i + 1) * in->height + bins - 1) / bins);
@@ -160,7 +161,8 @@ void run_subsample(context_t *context, const op_t *op, const step_t *step) {
             planes_t planes = read_planes(context, op->in, in, from, 1, 0, num_pixels(in));
             for (int i = 0; i < out->height; i++)
                 context->plan->network->kernels->subsample(
-                    planes.first + (ptrdiff_t)i * op->stride * in->width, op->stride, line + i * out->width, out->width);
+                    planes.first + (ptrdiff_t)i * op->stride * in->width, op->stride, line + i * out->width,
+                    out->width);
         }
         write_plane(context, op->out, out, c, line);
     }

@@ -146,7 +146,7 @@ static void transform_inputs(context_t *context, const conv_t *conv, const tiles
 }
 
 static void multiply_points(context_t *context, const conv_t *conv, const tiles_t *tiles) {
-    const ptrdiff_t point = packing(conv->op, 1).point;
+    const ptrdiff_t point = winograd_packing(conv->op, conv->step->tiling.points).point;
     product_t product = conv->product;
     product.bias = product.residual = NULL;
     product.relu = 0;

@@ -1,7 +1,7 @@
 /* A team of threads that runs a job together: the caller and its workers.
  *
- * Threads meet after each operation of a network, every few microseconds, so they wait for one another without sleeping.
- * Between jobs, workers sleep after a moment, and leave the cores to others. */
+ * Threads meet after each operation of a network, every few microseconds, so they wait for one another without
+ * sleeping. Between jobs, workers sleep after a moment, and leave the cores to others. */
 #ifndef TIMM_GATED_THREADS_H
 #define TIMM_GATED_THREADS_H
 
