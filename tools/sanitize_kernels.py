@@ -33,7 +33,7 @@ def main() -> int:
         subprocess.run([
             compiler, '-std=gnu11', '-O0', '-g', '-fno-omit-frame-pointer',
             '-fsanitize=address,undefined,float-divide-by-zero,float-cast-overflow', '-fno-sanitize-recover=all',
-            '-DWINOGRAD_FLOATS=4096', '-pthread', '-shared', '-fPIC',
+            '-DCACHE_BYTES=65536', '-pthread', '-shared', '-fPIC',
             '-Wall', '-Wextra', '-Werror',
             f'-I{sysconfig.get_path("include")}', *sources, '-o', str(library)], check=True)
         # AddressSanitizer needs libstdc++ at startup to intercept exceptions

@@ -28,10 +28,8 @@ INLINE int divide_up(int value, int divisor) { return (value + divisor - 1) / di
 typedef struct {
     const float *const *rows;
     ptrdiff_t row_offset;
-    ptrdiff_t then;       /* row_offset of the next product, for prefetching its weights */
     int interleaved;      /* filters whose weights for one input share a cache line */
-    int by_columns;       /* all weights for one input follow one another; otherwise, all of a row or group of rows */
-    ptrdiff_t row_floats; /* of such successive weights, used or not */
+    ptrdiff_t row_floats; /* of successive weights of a row or group of interleaved rows, used or not */
     const ptrdiff_t *columns;
     int depth;
     const float *x;
@@ -75,11 +73,14 @@ typedef struct {
      * value for columns[j], and begin is a multiple of `interleaved`. Otherwise, x has a value per column of the rows,
      * `length` in all, which is 0 if the column is not listed. */
     void (*product_pixel)(const product_t *product, int begin, int end, const float *x, int length);
-    /* Copy pixels [first, first + count) of a convolution's taps, `offsets` into planes of a given pitch, into panels.
-     * `line` is scratch memory for the pixels and PANEL more. */
+    /* Copy pixels [first, first + count) of a convolution's taps, `offsets` into planes of a given pitch, into panels,
+     * where taps are `tap` floats apart. `line` is scratch memory for the pixels and PANEL more. */
     void (*pack_taps)(
         const float *x, const ptrdiff_t *offsets, int taps, int pitch, int width, int first, int count, float *line,
-        float *panels, ptrdiff_t panel);
+        float *panels, ptrdiff_t panel, ptrdiff_t tap);
+    /* Transform `count` successive 3 x 3 weights for tiles of a given size. Complete vectors are read and written. */
+    void (*transform_weights)(
+        int size, const float *weights, ptrdiff_t tap, int count, float *u, ptrdiff_t point_stride);
     /* Transform vectors [begin, end) of the tiles of a padded plane into panels of tiles. */
     void (*transform_input)(
         const tiling_t *tiling, const float *padded, int begin, int end, float *v, ptrdiff_t panel,

@@ -65,7 +65,6 @@ typedef struct {
     int hidden;             /* width of the hidden layer of a gate */
     float *weight, *bias;   /* convolution: packed; gate: first layer, [c_in][hidden] */
     float *weight2, *bias2; /* gate: second layer, [hidden][c_out] */
-    float *transformed[2];  /* Winograd weights for tiles of size 4 and 2, or NULL until needed */
 } op_t;
 
 typedef struct {
@@ -74,52 +73,30 @@ typedef struct {
     int num_buffers, num_gates;
     int num_ops, capacity;
     op_t *ops;
-    int *gate_sizes; /* 0 until the gate is added */
-    size_t transformed_bytes;
+    int *gate_sizes;        /* 0 until the gate is added */
     ptrdiff_t block_floats; /* of the input of a convolution, that fit into the cache */
 } network_t;
 
-/* Layout of packed weights. With gated outputs, a row is one filter. Otherwise filters are interleaved such that their
- * weights for one input fill a cache line. */
+/* Layout of packed weights: by taps, then by inputs. With gated outputs, a row is one filter. Otherwise filters are
+ * interleaved such that their weights for one input fill a cache line. */
 #define INTERLEAVED 16
 
 typedef struct {
-    int side_by_side; /* interleaved filters */
-    int by_columns;   /* all weights for one input follow one another */
-    ptrdiff_t floats; /* in all */
-    ptrdiff_t block, column, tap, point; /* strides; block: between groups of interleaved filters */
+    int side_by_side;             /* interleaved filters */
+    ptrdiff_t floats;             /* in all */
+    ptrdiff_t block, column, tap; /* strides; block: between groups of interleaved filters */
 } packing_t;
 
-/* Weights of a convolution by taps, each block odd in cache lines: powers of two cause cache conflicts. */
-INLINE packing_t packing(const op_t *op, int taps) {
+/* Taps are odd in cache lines, since powers of two cause cache conflicts. Vectors may read beyond the last input. */
+INLINE packing_t packing(const op_t *op) {
     const int side_by_side = op->gate_out >= 0 ? 1 : INTERLEAVED;
-    const ptrdiff_t column = (ptrdiff_t)taps * side_by_side, block = op->c_in * column + INTERLEAVED;
+    const ptrdiff_t tap = (ptrdiff_t)op->c_in * side_by_side + INTERLEAVED, block = op->kernel * op->kernel * tap;
     return (packing_t){
         .side_by_side = side_by_side,
         .floats = divide_up(op->c_out, side_by_side) * block,
         .block = block,
-        .column = column,
-        .tap = side_by_side,
-    };
-}
-
-/* Transformed weights, by points. They are read from memory once per image: if only the inputs are gated, those of an
- * input follow one another, and closed inputs are not read. */
-INLINE packing_t winograd_packing(const op_t *op, int points) {
-    packing_t packed = packing(op, 1);
-    packed.point = packed.floats;
-    packed.floats *= points;
-    if (op->gate_in < 0 || op->gate_out >= 0)
-        return packed;
-    const ptrdiff_t filters = (ptrdiff_t)divide_up(op->c_out, INTERLEAVED) * INTERLEAVED;
-    const ptrdiff_t column = points * filters + INTERLEAVED;
-    return (packing_t){
-        .side_by_side = INTERLEAVED,
-        .by_columns = 1,
-        .floats = op->c_in * column,
-        .block = INTERLEAVED,
-        .column = column,
-        .point = filters,
+        .column = side_by_side,
+        .tap = tap,
     };
 }
 
@@ -133,8 +110,8 @@ INLINE ptrdiff_t spread(ptrdiff_t floats) {
     return floats % 1024 ? floats : floats + PANEL;
 }
 
-/* Floats from one point of Winograd's algorithm to the next, for so many channels and panels of tiles. */
-INLINE ptrdiff_t point_floats(int channels, int panels) { return spread((ptrdiff_t)channels * panels * PANEL) + PANEL; }
+/* At least so many floats: an odd number of cache lines. */
+INLINE ptrdiff_t odd_lines(ptrdiff_t floats) { return ((floats + PANEL - 1) / PANEL | 1) * PANEL; }
 
 typedef struct {
     int channels, height, width;
@@ -155,12 +132,27 @@ typedef struct {
     int pitch, phase_rows;
     ptrdiff_t phase_plane;
     ptrdiff_t *tap_offsets;
-    /* Winograd: `block` panels of tiles are processed together. */
+    /* Winograd */
     tiling_t tiling;
     piece_t *pieces;
-    int block;
-    ptrdiff_t v_point, m_point; /* strides of the transformed inputs and outputs */
+    ptrdiff_t plane_floats; /* of the padded plane or output plane at the beginning of a thread's memory */
+    ptrdiff_t u_floats;     /* of transformed weights, which follow; then sums */
 } step_t;
+
+/* What Winograd's algorithm processes at a time. Strides of its memory: between the points of transformed inputs,
+ * weights and sums, and between (groups of interleaved) filters of transformed weights. */
+typedef struct {
+    int panels, inputs;        /* of tiles, and their inputs, that are transformed */
+    int rows, weights_per_row; /* filters whose weights are transformed, and for how many inputs */
+    int sum_rows;              /* filters with sums: all, if there are several blocks of inputs */
+    ptrdiff_t v_point, u_point, m_point;
+    ptrdiff_t u_row;
+} blocking_t;
+
+#define MAX_WINOGRAD_ROWS 48
+
+blocking_t winograd_blocking(
+    const network_t *network, const op_t *op, const tiling_t *tiling, int num_inputs, int threads);
 
 typedef struct {
     network_t *network;

@@ -8,16 +8,12 @@
 #define MAX_OFFSET (1 << 30)     /* in the padded planes of the phases, so that offsets fit into 31 bits */
 #define MAX_PIXELS \
     ((ptrdiff_t)1 << 26) /* per map, so that padded offsets fit into 31 bits; also in inference/native.py */
-/* Floats of transformed maps, all channels counted, that Winograd's algorithm works on at a time: larger
- * blocks read the weights less often. */
-#ifndef WINOGRAD_FLOATS
-#define WINOGRAD_FLOATS (1 << 19)
-#endif
-
 static int max(int a, int b) { return a > b ? a : b; }
 static int min(int a, int b) { return a < b ? a : b; }
 static ptrdiff_t round_up(ptrdiff_t value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 static void at_least(size_t *size, size_t floats) { *size = *size > floats ? *size : floats; }
+static ptrdiff_t smaller(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+static ptrdiff_t larger(ptrdiff_t a, ptrdiff_t b) { return a > b ? a : b; }
 static int greatest_common_divisor(int a, int b) { return b ? greatest_common_divisor(b, a % b) : a; }
 
 static int out_size(int size, const op_t *op) {
@@ -73,44 +69,6 @@ static piece_t *cut(const kernels_t *kernels, const tiling_t *tiling, int dilati
     return pieces;
 }
 
-/* Transform the weights for Winograd: G w G^T per filter and input. */
-static int transform_weights(network_t *network, op_t *op, int size) {
-    static const double g4[6][3] = {
-        {1. / 4, 0, 0},
-        {-1. / 6, -1. / 6, -1. / 6},
-        {-1. / 6, 1. / 6, -1. / 6},
-        {1. / 24, 1. / 12, 1. / 6},
-        {1. / 24, -1. / 12, 1. / 6},
-        {0, 0, 1}};
-    static const double g2[4][3] = {{1, 0, 0}, {.5, .5, .5}, {.5, -.5, .5}, {0, 0, 1}};
-    const double (*g)[3] = size == 4 ? g4 : g2;
-    float **out = &op->transformed[size == 2];
-    if (*out)
-        return 0;
-    int side = size + 2;
-    packing_t from = packing(op, 9), to = winograd_packing(op, side * side);
-    size_t bytes = (size_t)to.floats * sizeof **out;
-    *out = allocate(bytes);
-    if (!*out)
-        return fail("out of memory: %zu bytes for transformed weights", bytes);
-    network->transformed_bytes += bytes;
-    for (int k = 0; k < op->c_out; k++)
-        for (int c = 0; c < op->c_in; c++) {
-            const float *w = op->weight + row_offset(&from, k) + c * from.column;
-            double half[6][3];
-            for (int i = 0; i < side; i++)
-                for (int x = 0; x < 3; x++)
-                    half[i][x] =
-                        g[i][0] * w[x * from.tap] + g[i][1] * w[(3 + x) * from.tap] + g[i][2] * w[(6 + x) * from.tap];
-            float *u = *out + row_offset(&to, k) + c * to.column;
-            for (int i = 0; i < side; i++)
-                for (int j = 0; j < side; j++)
-                    u[(i * side + j) * to.point] =
-                        (float)(g[j][0] * half[i][0] + g[j][1] * half[i][1] + g[j][2] * half[i][2]);
-        }
-    return 0;
-}
-
 static int plan_direct(plan_t *plan, const op_t *op, step_t *step) {
     int stride = op->stride, reach = (op->kernel - 1) * op->dilation / stride;
     step->phases = min(op->kernel, stride / greatest_common_divisor(stride, op->dilation));
@@ -127,54 +85,122 @@ static int plan_direct(plan_t *plan, const op_t *op, step_t *step) {
             step->tap_offsets[y * op->kernel + x] = phase * step->phase_plane
                 + (ptrdiff_t)(y * op->dilation / stride) * step->pitch + x * op->dilation / stride;
         }
-    size_t taps = (size_t)op->kernel * op->kernel, block = (size_t)plan->network->block_floats;
+    const size_t taps = (size_t)op->kernel * op->kernel, depth = taps > BLOCK_DEPTH ? taps : BLOCK_DEPTH;
     if (taps == 1) { /* the pixels that it reads, in panels */
         at_least(&plan->scratch_floats, times((size_t)num_panels(&step->out), (size_t)op->c_in * PANEL + PANEL));
         return 0;
     }
     const size_t planes = times((size_t)op->c_in, (size_t)step->phases * step->phases);
     at_least(&plan->scratch_floats, times(planes, (size_t)step->phase_plane));
-    at_least(&plan->thread_floats, taps * PANEL > block ? taps * PANEL : block); /* packed input */
+    at_least(&plan->thread_floats, depth * PANEL); /* packed input */
+    at_least(&plan->thread_floats, (size_t)plan->network->block_floats);
     return 0;
 }
 
-static int plan_winograd(plan_t *plan, op_t *op, step_t *step, int size) {
-    const kernels_t *kernels = plan->network->kernels;
+/* Filters that Winograd's algorithm does not split. */
+static int filter_unit(const network_t *network, const op_t *op) {
+    return op->gate_out >= 0 ? network->kernels->row_block : INTERLEAVED;
+}
+
+static int tile_panels(const network_t *network, const tiling_t *tiling) {
+    return divide_up(tiling->vectors * network->kernels->lanes, PANEL);
+}
+
+/* Floats of each point that Winograd's algorithm works on at a time: transformed inputs that fill the L2 cache, weights
+ * and sums that fill a quarter of it. Half and twice as much of each was tried on Zen 4: none is faster. */
+typedef struct {
+    int inputs, weights, sums;
+} budget_t;
+
+/* More inputs are split, so that more panels share the transformed weights. 256 to 1024 inputs and 4 to 10 panels were
+ * tried on a convolution of 4096 inputs and 36 x 72 pixels; without a split, it takes up to 1.8 times as long. */
+#if defined(CACHE_BYTES)
+#define MAX_WINOGRAD_INPUTS 20
+#define SPLIT_INPUTS 8
+#else
+#define MAX_WINOGRAD_INPUTS 1024
+#define SPLIT_INPUTS 256
+#endif
+#define SPLIT_PANELS 4
+
+static budget_t winograd_budget(const network_t *network, const tiling_t *tiling) {
+    const int cache = (int)(2 * network->block_floats / tiling->points);
+    return (budget_t){cache, cache / 4, cache / 4};
+}
+
+blocking_t winograd_blocking(
+    const network_t *network, const op_t *op, const tiling_t *tiling, int num_inputs, int threads) {
+    const budget_t budget = winograd_budget(network, tiling);
+    const packing_t packed = packing(op);
+    const int by_rows = packed.side_by_side == 1, unit = filter_unit(network, op);
+    const int panels = divide_up(tile_panels(network, tiling), threads);
+    const int split = !by_rows && num_inputs > MAX_WINOGRAD_INPUTS; /* rows contain closed inputs, and are not split */
+    blocking_t blocking = {.inputs = split ? even_part(num_inputs, SPLIT_INPUTS) : num_inputs};
+    blocking.panels = even_part(panels, split ? SPLIT_PANELS : max(1, budget.inputs / (num_inputs * PANEL)));
+    blocking.weights_per_row = by_rows ? num_inputs : even_part(blocking.inputs, max(1, budget.weights / unit));
+    const int per_row = by_rows ? op->c_in : blocking.weights_per_row;
+    const int units = min(budget.weights / (per_row * unit), budget.sums / (blocking.panels * PANEL * unit));
+    blocking.rows = max(1, min(units, MAX_WINOGRAD_ROWS / unit)) * unit;
+    blocking.sum_rows = split ? (int)round_up(op->c_out, unit) : blocking.rows;
+    blocking.u_row = (ptrdiff_t)per_row * packed.side_by_side + PANEL;
+    blocking.u_point = odd_lines(blocking.rows / packed.side_by_side * blocking.u_row);
+    blocking.v_point = odd_lines((ptrdiff_t)blocking.inputs * blocking.panels * PANEL);
+    blocking.m_point = odd_lines((ptrdiff_t)blocking.sum_rows * blocking.panels * PANEL);
+    return blocking;
+}
+
+/* The most memory that winograd_blocking asks for, with any number of inputs and threads: one unit of each, or what the
+ * budget allows, and the margins of the rows. */
+static blocking_t largest_blocking(const network_t *network, const op_t *op, const tiling_t *tiling) {
+    const budget_t budget = winograd_budget(network, tiling);
+    const ptrdiff_t unit = filter_unit(network, op), margins = MAX_WINOGRAD_ROWS * PANEL;
+    const ptrdiff_t weights = op->gate_out >= 0 ? unit * op->c_in : unit, all = tile_panels(network, tiling);
+    const ptrdiff_t panels = smaller(all, larger(1, budget.inputs / PANEL)), per_panel = (ptrdiff_t)op->c_in * PANEL;
+    return (blocking_t){
+        .v_point = odd_lines(
+            smaller(all * per_panel, larger(larger(budget.inputs, per_panel), SPLIT_INPUTS * SPLIT_PANELS * PANEL))),
+        .u_point = odd_lines(larger(budget.weights, weights) + margins),
+        .m_point = odd_lines(larger(
+            larger(budget.sums, unit * PANEL * panels),
+            op->c_in > MAX_WINOGRAD_INPUTS ? round_up(op->c_out, unit) * PANEL * SPLIT_PANELS : 0)),
+    };
+}
+
+static int plan_winograd(plan_t *plan, const op_t *op, step_t *step, int size) {
+    const network_t *network = plan->network;
     tiling_t *tiling = &step->tiling;
-    tile(kernels, size, op->dilation, &step->out, tiling);
-    step->pieces = cut(kernels, tiling, op->dilation, &step->out);
+    tile(network->kernels, size, op->dilation, &step->out, tiling);
+    step->pieces = cut(network->kernels, tiling, op->dilation, &step->out);
     if (!step->pieces)
         return fail("out of memory");
     tiling->pieces = step->pieces;
-    const int panel = tiling->points * PANEL * (op->c_in + op->c_out);
-    step->block = even_part(divide_up(tiling->vectors * kernels->lanes, PANEL), max(1, WINOGRAD_FLOATS / panel));
-    step->v_point = point_floats(op->c_in, step->block);
-    step->m_point = point_floats(op->c_out, step->block);
-    /* for two threads; more of them work on smaller blocks */
-    at_least(&plan->scratch_floats, times(2 * (size_t)tiling->points, (size_t)(step->v_point + step->m_point)));
-    /* padded input, then output, both of all phases */
-    size_t phases = (size_t)op->dilation * op->dilation;
-    at_least(&plan->thread_floats, times(times(phases, tiling->phase_rows), tiling->pitch) + PANEL);
-    at_least(&plan->thread_floats, times((size_t)tiling->out_rows + size, (size_t)tiling->out_pitch) + PANEL);
-    return transform_weights(plan->network, op, size);
+    const size_t points = (size_t)tiling->points;
+    const blocking_t most = largest_blocking(network, op, tiling);
+    at_least(&plan->scratch_floats, times(2 * points, (size_t)most.v_point)); /* for two threads */
+    step->u_floats = tiling->points * most.u_point;
+    /* padded input, or output, both of all phases */
+    const size_t padded = times((size_t)op->dilation * op->dilation * tiling->phase_rows, (size_t)tiling->pitch);
+    const size_t plane = times((size_t)tiling->out_rows + size, (size_t)tiling->out_pitch);
+    step->plane_floats = round_up((padded > plane ? padded : plane) + PANEL, PANEL);
+    at_least(&plan->thread_floats, (size_t)(step->plane_floats + step->u_floats) + times(points, (size_t)most.m_point));
+    return 0;
 }
 
-/* Select the cheapest algorithm: multiplications per weight, padding included, plus the cost of loading the weight.
- * Returns a tile size, or 0 for direct convolution.
+/* Select the cheapest algorithm: multiplications per weight, padding included, plus the cost of loading and
+ * transforming the weight. Returns a tile size, or 0 for direct convolution.
  *
- * The constants were fitted to the times of all 3 x 3 convolutions of ResNet-34 and 50 at 224 x 224 by all algorithms,
- * on Zen 4 with AVX2 and AVX-512: the cheapest one is the fastest one. If inputs and outputs are gated, a part of each
- * loaded cache line is not used. */
+ * The constants were fitted to the times of 3 x 3 convolutions of ResNet-20, 34 and 50, with and without gates, on maps
+ * of 3 x 3 to 56 x 56, by all algorithms, on Zen 4 with AVX2 and AVX-512. */
 static int best_tile_size(const kernels_t *kernels, const op_t *op, const shape_t *out) {
     if (op->kernel != 3 || op->stride != 1 || op->padding != op->dilation || op->dilation > MAX_WINOGRAD_DILATION)
         return 0;
-    const double fetch = op->gate_in >= 0 && op->gate_out >= 0 ? 36 : 20, transforms = 1.25;
+    const double fetch = 40, transforms = 1.25, weights = 16;
     double least = 9 * (round_up((ptrdiff_t)out->height * out->width, kernels->lanes) + fetch);
     int best = 0;
     for (int size = 4; size >= 2; size -= 2) {
         tiling_t tiling;
         tile(kernels, size, op->dilation, out, &tiling);
-        double cost = tiling.points * (transforms * tiling.vectors * kernels->lanes + fetch);
+        double cost = tiling.points * (transforms * tiling.vectors * kernels->lanes + weights);
         double padded = (double)op->dilation * op->dilation * tiling.phase_rows * tiling.pitch;
         if (cost < least && padded < MAX_OFFSET) {
             least = cost;

@@ -13,26 +13,31 @@ static conv_t prepare(context_t *context, const op_t *op, const step_t *step, al
         .n_in = op->gate_in >= 0 ? sample->num_open[op->gate_in] : op->c_in,
         .n_out = op->gate_out >= 0 ? sample->num_open[op->gate_out] : op->c_out,
         .taps = algorithm == DIRECT ? op->kernel * op->kernel : 1,
+        .channels = 1,
+        .open_in = op->gate_in >= 0 ? sample->open[op->gate_in] : NULL,
         .residual = op->residual >= 0 ? sample->buffers[op->residual] : NULL,
     };
-    const int32_t *open_in = op->gate_in >= 0 ? sample->open[op->gate_in] : NULL;
+    if (conv.n_in)
+        conv.channels = even_part(conv.n_in, conv.taps < BLOCK_DEPTH ? BLOCK_DEPTH / conv.taps : 1);
     const int32_t *open_out = op->gate_out >= 0 ? sample->open[op->gate_out] : NULL;
-    const float *weight = algorithm == WINOGRAD ? op->transformed[step->tiling.size == 2] : op->weight;
-    packing_t packed = algorithm == WINOGRAD ? winograd_packing(op, step->tiling.points) : packing(op, conv.taps);
+    const packing_t packed = packing(op);
     for (int m = 0; m < conv.n_out; m++) {
         int k = open_out ? open_out[m] : m;
-        own->rows[m] = weight + row_offset(&packed, k);
+        own->rows[m] = op->weight + row_offset(&packed, k);
         own->bias[m] = op->bias[k];
     }
+    const int compact = algorithm == WINOGRAD && packed.side_by_side > 1; /* transformed weights of open inputs only */
     ptrdiff_t *column = own->columns;
-    for (int j = 0; j < conv.n_in; j++)
+    for (int begin = 0, end; begin < conv.n_in; begin = end) {
+        end = conv.n_in - begin < conv.channels ? conv.n_in : begin + conv.channels;
         for (int t = 0; t < conv.taps; t++)
-            *column++ = (open_in ? open_in[j] : j) * packed.column + t * packed.tap;
+            for (int j = begin; j < end; j++)
+                *column++ = (conv.open_in && !compact ? conv.open_in[j] : j) * packed.column + t * packed.tap;
+    }
     conv.product = (product_t){
         .rows = own->rows,
         .interleaved = packed.side_by_side,
-        .by_columns = packed.by_columns,
-        .row_floats = packed.by_columns ? packed.point : op->c_in * packed.column,
+        .row_floats = packed.block,
         .columns = own->columns,
         .depth = conv.n_in * conv.taps,
         .out = sample->buffers[op->out],
@@ -51,14 +56,13 @@ static conv_t prepare(context_t *context, const op_t *op, const step_t *step, al
 /* What a thread computes of a convolution. */
 typedef struct {
     range_t panels, rows;
-    int chunk;    /* panels at a time */
-    int channels; /* inputs at a time; the same for every number of threads, and so are the sums */
+    int chunk; /* panels at a time */
 } share_t;
 
 /* Threads split large maps by panels, and small ones, where weights dominate, by rows. */
 static share_t share(const context_t *context, const conv_t *conv) {
     const int panels = num_panels(&conv->step->out), interleaved = conv->product.interleaved;
-    share_t share = {{0, panels}, {0, conv->n_out}, 1, 1};
+    share_t share = {{0, panels}, {0, conv->n_out}, 1};
     if (panels >= 12 * context->threads)
         share.panels = part(context, panels);
     else {
@@ -67,10 +71,8 @@ static share_t share(const context_t *context, const conv_t *conv) {
         share.rows.end *= interleaved;
         share.rows.end = share.rows.end < conv->n_out ? share.rows.end : conv->n_out;
     }
-    if (conv->n_in)
-        share.channels = even_part(conv->n_in, conv->taps < BLOCK_DEPTH ? BLOCK_DEPTH / conv->taps : 1);
     const ptrdiff_t floats = context->plan->network->block_floats;
-    ptrdiff_t fit = floats / ((ptrdiff_t)share.channels * conv->taps * PANEL);
+    ptrdiff_t fit = floats / ((ptrdiff_t)conv->channels * conv->taps * PANEL);
     if ((ptrdiff_t)conv->n_out * conv->n_in * conv->taps <= floats && fit > FEW_PANELS)
         fit = FEW_PANELS;
     ptrdiff_t own = share.panels.end - share.panels.begin;
@@ -127,10 +129,10 @@ static void run_pointwise(context_t *context, const conv_t *conv, const float *x
     for (int panel = (int)own.panels.begin; panel < own.panels.end; panel += own.chunk) {
         int end = panel + own.chunk < own.panels.end ? panel + own.chunk : (int)own.panels.end;
         int count = (end * PANEL < pixels ? end * PANEL : pixels) - panel * PANEL;
-        for (int channel = 0; channel == 0 || channel < conv->n_in; channel += own.channels)
+        for (int channel = 0; channel == 0 || channel < conv->n_in; channel += conv->channels)
             add_channels(
                 context, conv, &own, channel,
-                conv->n_in - channel < own.channels ? conv->n_in - channel : own.channels, panel, count,
+                conv->n_in - channel < conv->channels ? conv->n_in - channel : conv->channels, panel, count,
                 x + panel * x_panel + channel * PANEL, x_panel);
     }
 }
@@ -173,8 +175,7 @@ static void run_strided(context_t *context, const conv_t *conv) {
         planes_t planes = read_planes(context, op->in, &step->in, c, count, 0, num_pixels(&step->in));
         for (int i = 0; i < count; i++) {
             split_phase(kernels, op, step, planes.first + i * planes.stride, 0, 0, line);
-            kernels->finish(
-                line, 0, num_panels(&step->out) * PANEL, panels + (c + i) * PANEL, NULL, panel, 0.f, 0);
+            kernels->finish(line, 0, num_panels(&step->out) * PANEL, panels + (c + i) * PANEL, NULL, panel, 0.f, 0);
         }
     }
     meet(context);
@@ -211,12 +212,13 @@ static void run_direct(context_t *context, const conv_t *conv) {
         int end = panel + own.chunk < own.panels.end ? panel + own.chunk : (int)own.panels.end;
         int count = (end * PANEL < pixels ? end * PANEL : pixels) - panel * PANEL;
         for (int channel = 0, some; channel < conv->n_in; channel += some) {
-            some = conv->n_in - channel < own.channels ? conv->n_in - channel : own.channels;
+            some = conv->n_in - channel < conv->channels ? conv->n_in - channel : conv->channels;
             const ptrdiff_t x_panel = (ptrdiff_t)some * conv->taps * PANEL;
             for (int j = 0; j < some; j++)
                 kernels->pack_taps(
                     phases + (channel + j) * stride, step->tap_offsets, conv->taps, step->pitch, step->out.width,
-                    panel * PANEL, count, context->own->line, panels + (ptrdiff_t)j * conv->taps * PANEL, x_panel);
+                    panel * PANEL, count, context->own->line, panels + (ptrdiff_t)j * PANEL, x_panel,
+                    (ptrdiff_t)some * PANEL);
             add_channels(context, conv, &own, channel, some, panel, count, panels, x_panel);
         }
     }

@@ -6,7 +6,7 @@ filters and read them from weights that are packed once.
 import ctypes
 import threading
 from collections import Counter, OrderedDict
-from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_void_p
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
@@ -29,7 +29,7 @@ __all__ = ['NativeRunner', 'fma_peak', 'instruction_sets', 'why_not']
 
 _MAX_PLANS = 4  # image sizes to keep memory for, most recently used
 _MAX_PIXELS = 2 ** 26  # per image (csrc/plan.c)
-_VERSION = 5  # must equal tg_version()
+_VERSION = 6  # must equal tg_version()
 
 
 class _ConvSpec(ctypes.Structure):
@@ -54,7 +54,6 @@ _SIGNATURES: Dict[str, Tuple[Any, List[Any]]] = {
     'tg_add_subsample': (c_int, [c_void_p, *[c_int] * 5]),
     'tg_add_skip': (c_int, [c_void_p, *[c_int] * 4]),
     'tg_add_output': (c_int, [c_void_p, c_int]),
-    'tg_transformed_bytes': (c_size_t, [c_void_p]),
     'tg_plan_new': (c_void_p, [c_void_p, c_int, c_int]),
     'tg_plan_free': (None, [c_void_p]),
     'tg_plan_algorithm': (c_char_p, [c_void_p, c_int]),
@@ -204,11 +203,6 @@ class NativeRunner:
             _check(None, self._add(op) != 0)
             self._note_channels(op)
         self._num_native = [len(op.sources) if isinstance(op, ConcatOp) else 1 for op in program.ops]  # per operation
-
-    @property
-    def transformed_bytes(self) -> int:
-        """Size of the Winograd-transformed weights, for the image sizes seen so far."""
-        return _get().tg_transformed_bytes(self._network.pointer)
 
     def _add(self, op: Op) -> int:
         library, network = _get(), self._network.pointer
