@@ -83,12 +83,14 @@ static void test_product(int num_rows, int depth, int pixels, int interleaved, i
 }
 
 /* Matrices of Winograd's algorithm; G without its factors, A with them. */
-static const double b4[6][6] = {{4, 0, -5, 0, 1, 0}, {0, -4, -4, 1, 1, 0}, {0, 4, -4, -1, 1, 0},
+static const double b4[6][6] = {{4, 0, -5, 0, 1, 0},  {0, -4, -4, 1, 1, 0}, {0, 4, -4, -1, 1, 0},
                                 {0, -2, -1, 2, 1, 0}, {0, 2, -1, -2, 1, 0}, {0, 4, 0, -5, 0, 1}};
 static const double g4[6][6] = {{1, 0, 0}, {1, 1, 1}, {1, -1, 1}, {1, 2, 4}, {1, -2, 4}, {0, 0, 1}};
 static const double a4[6][6] = {
-    {1. / 4, -1. / 6, -1. / 6, 1. / 24, 1. / 24, 0}, {0, -1. / 6, 1. / 6, 1. / 12, -1. / 12, 0},
-    {0, -1. / 6, -1. / 6, 1. / 6, 1. / 6, 0}, {0, -1. / 6, 1. / 6, 1. / 3, -1. / 3, 1}};
+    {1. / 4, -1. / 6, -1. / 6, 1. / 24, 1. / 24, 0},
+    {0, -1. / 6, 1. / 6, 1. / 12, -1. / 12, 0},
+    {0, -1. / 6, -1. / 6, 1. / 6, 1. / 6, 0},
+    {0, -1. / 6, 1. / 6, 1. / 3, -1. / 3, 1}};
 static const double b2[6][6] = {{1, 0, -1, 0}, {0, 1, 1, 0}, {0, -1, 1, 0}, {0, 1, 0, -1}};
 static const double g2[6][6] = {{1, 0, 0}, {1, 1, 1}, {1, -1, 1}, {0, 0, 1}};
 static const double a2[6][6] = {{1, .5, .5, 0}, {0, .5, -.5, -1}};
@@ -154,7 +156,8 @@ static void test_transforms_of_tiles(int size) {
             m[p / side][p % side] = sums[p * point + tile];
         }
         for (int p = 0; p < points; p++)
-            check("transform_input", v[p * point + tile], transformed(size == 4 ? b4 : b2, x, side, p / side, p % side));
+            check(
+                "transform_input", v[p * point + tile], transformed(size == 4 ? b4 : b2, x, side, p / side, p % side));
         for (int i = 0; i < size * size; i++)
             check(
                 "transform_output", out[piece->out + i / size * out_pitch + column + i % size],

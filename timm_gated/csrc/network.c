@@ -317,4 +317,3 @@ API int tg_add_output(network_t *network, int in) {
     network->num_ops++;
     return 0;
 }
-

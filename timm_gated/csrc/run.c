@@ -130,24 +130,24 @@ static void run_batch(void *argument, int thread, int threads) {
     const plan_t *plan = workspace->plan;
     ptrdiff_t image = (ptrdiff_t)plan->network->in_channels * plan->height * plan->width;
     int64_t alone = threads <= workspace->num_samples ? batch->count / threads * threads : 0;
-    context_t own = {
-        plan,
-        &workspace->samples[threads <= workspace->num_samples ? thread : 0],
-        NULL,
-        &workspace->threads[thread],
-        0,
-        1,
-        NULL,
-        threads == 1 ? batch->milliseconds : NULL};
+    context_t own = {plan, &workspace->samples[threads <= workspace->num_samples ? thread : 0],
+                     NULL, &workspace->threads[thread],
+                     0,    1,
+                     NULL, threads == 1 ? batch->milliseconds : NULL};
     for (int64_t n; (n = atomic_fetch_add(&batch->next, 1)) < alone;) {
         own.image = batch->images + n * image;
         run_sample(&own, batch->outputs, batch->num_open, n);
     }
     if (alone == batch->count)
         return;
-    context_t shared = {
-        plan, &workspace->samples[0], NULL, &workspace->threads[thread], thread, threads, workspace->team,
-        batch->milliseconds};
+    context_t shared = {plan,
+                        &workspace->samples[0],
+                        NULL,
+                        &workspace->threads[thread],
+                        thread,
+                        threads,
+                        workspace->team,
+                        batch->milliseconds};
     meet(&shared);
     for (int64_t n = alone; n < batch->count; n++) {
         shared.image = batch->images + n * image;

@@ -54,7 +54,7 @@ typedef struct {
     const step_t *step;
     int n_in, n_out; /* open channels */
     int taps;
-    int channels; /* inputs at a time; the same for every number of threads, and so are the sums */
+    int channels;           /* inputs at a time; the same for every number of threads, and so are the sums */
     const int32_t *open_in; /* open inputs, or NULL if all are */
     const float *residual;
     product_t product; /* over all open channels; the algorithms add the maps */
