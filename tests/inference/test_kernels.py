@@ -162,6 +162,11 @@ def test_subsampling(height, width, stride, before, after):
     run_everywhere(program, x, F.pad(x[:, :, ::stride, ::stride], (0, 0, 0, 0, before, after)))
 
 
+def test_gates_without_convolutions():
+    x, mask = torch.randn(2, 3, 8, 8), torch.tensor([True, False, True])
+    run_everywhere(Program(3, [constant_gate(0, 3, mask), OutputOp(0)], 1, 1), x, x)
+
+
 def test_largest_number_of_channels():
     x = torch.ones(1, 1, 1, 1)
     program = Program(1, [SubsampleOp(0, 1, 1, 2**20 - 1, 0), OutputOp(1)], num_maps=2)

@@ -36,7 +36,9 @@
 #define MAX_MEMORY ((size_t)1 << 40)
 _Static_assert(sizeof(size_t) == 8, "size_t must have 64 bits");
 
-INLINE size_t times(size_t count, size_t size) { return count < MAX_MEMORY / size ? count * size : MAX_MEMORY; }
+INLINE size_t times(size_t count, size_t size) {
+    return !size || count < MAX_MEMORY / size ? count * size : MAX_MEMORY;
+}
 
 typedef enum { CONV, MAX_POOL, AVG_POOL, ADAPTIVE_POOL, SUBSAMPLE, PLACE, GATE, SKIP, OUTPUT } kind_t;
 
