@@ -20,6 +20,7 @@ from timm_gated.inference import (
     Trunk,
     accelerated_parts,
     compile_module,
+    complete_trunk,
     find_trunk,
     is_plain_conv,
     sequence,
@@ -70,15 +71,21 @@ def _(head: FCNHead, compiler: Compiler) -> None:
     compiler.add(head.conv_seg)
 
 
-@accelerated_parts.register
-def _(model: EncoderDecoder) -> List[Tuple[nn.Module, Union[Trunk, nn.Module]]]:
+@complete_trunk.register
+def _(model: EncoderDecoder) -> Optional[Trunk]:
     backbone = find_trunk(model.backbone)
     if backbone is None or not _runs_in_order(model) or not _is_supported(model.decode_head):
-        return _default_parts(model)
+        return None
     modules = _up_to_output(backbone.modules, model.decode_head.in_index)
-    return [
-        (model.backbone, Trunk([*((module, False) for module in modules), (model.decode_head, True)], _logits)),
-        (model.decode_head, _without_layers(model.decode_head))]
+    return Trunk([*((module, False) for module in modules), (model.decode_head, True)], _logits)
+
+
+@accelerated_parts.register
+def _(model: EncoderDecoder) -> List[Tuple[nn.Module, Union[Trunk, nn.Module]]]:
+    trunk = complete_trunk(model)
+    if trunk is None:
+        return _default_parts(model)
+    return [(model.backbone, trunk), (model.decode_head, _without_layers(model.decode_head))]
 
 
 def _logits(maps: List[Any]) -> Any:

@@ -3,38 +3,58 @@
     python tools/export_onnx.py --model gated_resnet20 --checkpoint gated.pth --output gated.onnx
     python tools/export_onnx.py --model local-dir:pruned --output pruned.onnx --compare gated.onnx
     python tools/export_onnx.py --model gated_resnet20 --checkpoint gated.pth --output gated.pt2
+    python tools/export_onnx.py --model gated_resnet20 --checkpoint gated.pth --output gated.onnx --conditional
 
 Without a checkpoint, the pretrained weights are exported. The batch size is dynamic. The file is deleted if its outputs
 differ from torch's by more than 1e-4. --compare times other ONNX files against this one. An exported gated network
-computes all filters and masks them; prune or specialize it first (tools/prune.py) to make it faster.
+computes all filters and masks them; prune or specialize it first (tools/prune.py) to make it faster, or give
+--conditional: the file then computes only open filters in ONNX Runtime, and is timed against the masked network and
+against the dense one, all gates open. The images are noise, for which gates may decide differently than for real ones.
 """
+from __future__ import annotations
+
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence
+from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from _options import add_model_options, make_parser
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch.nn as nn
 
 TOLERANCE = 1e-4
 
 
-def export(args: argparse.Namespace) -> str:
-    """Export and check a network; returns a summary."""
-    import torch
-
+def load(args: argparse.Namespace) -> Tuple[nn.Module, str]:
+    """Check the options and load the network; returns it with its title."""
+    from timm_gated import gates
     from timm_gated.analysis import create_network, parse_checkpoint, title
-    from timm_gated.inference import export_onnx, export_program, onnx_difference
     if args.output.suffix not in ('.onnx', '.pt2'):
         raise ValueError(f'--output must end in .onnx or .pt2, got {args.output}.')
+    if args.conditional and args.output.suffix != '.onnx':
+        raise ValueError(f'--conditional writes ONNX files: --output must end in .onnx, got {args.output}.')
     if args.output.exists() and not args.overwrite:
         raise ValueError(f'{args.output} exists; choose another file or use --overwrite.')
     model, checkpoint = parse_checkpoint(args.checkpoint, args.model) if args.checkpoint else (args.model, '')
     if not model:
         raise ValueError('no model. Give --model.')
     network = create_network(model, checkpoint, args)
-    size = tuple(args.input_size or network.pretrained_cfg['input_size'])  # type: ignore[arg-type]
+    if args.conditional and not gates(network):
+        raise ValueError(f'{model} has no gates: leave out --conditional.')
+    return network, title(network, model, Path(checkpoint).name)
+
+
+def export(network: nn.Module, name: str, args: argparse.Namespace) -> str:
+    """Export and check a network; returns a summary."""
+    import torch
+
+    from timm_gated.inference import export_onnx, export_program, onnx_difference
+    size = input_size(network, args)
     images = torch.randn(3, *size, generator=torch.Generator().manual_seed(0)).to(next(network.parameters()).device)
     unchecked = args.output.with_name(f'.{args.output.stem}.unchecked{args.output.suffix}')
     try:
@@ -44,7 +64,7 @@ def export(args: argparse.Namespace) -> str:
                 difference = float((torch.export.load(unchecked).module()(images) - network(images)).abs().max())
             runtime = 'torch.export'
         else:
-            export_onnx(network, unchecked, size, args.opset)
+            export_onnx(network, unchecked, size, args.opset, args.conditional)
             difference = onnx_difference(unchecked, network, images)
             runtime = f'ONNX Runtime, opset {args.opset}'
         if difference > TOLERANCE:
@@ -53,39 +73,82 @@ def export(args: argparse.Namespace) -> str:
         unchecked.replace(args.output)
     finally:
         unchecked.unlink(missing_ok=True)
-    name = title(network, model, Path(checkpoint).name)
     return (
         f'{args.output}: {name}, {args.output.stat().st_size / 1e6:.2f} MB, batches of any size, '
         f'outputs differ by {difference:.1e} ({runtime})')
 
 
-def time_files(files: Sequence[Path], batch_size: int, threads: int, rounds: int) -> Dict[Path, List[float]]:
+def input_size(network: nn.Module, args: argparse.Namespace) -> Tuple[int, ...]:
+    """Return channels, height and width of the images."""
+    return tuple(args.input_size or network.pretrained_cfg['input_size'])  # type: ignore[arg-type, index]
+
+
+def export_baselines(network: nn.Module, args: argparse.Namespace, folder: Path) -> Dict[str, Path]:
+    """Export the masked and the dense counterpart of a conditional file."""
+    from timm_gated import force_gates
+    from timm_gated.inference import export_onnx
+    size = input_size(network, args)
+    masked = export_onnx(network, folder / 'masked.onnx', size, args.opset)
+    with force_gates(network, 'open'):
+        dense = export_onnx(network, folder / 'dense.onnx', size, args.opset, conditional=True)  # leaves out the gates
+    return {'masked': masked, 'dense': dense}
+
+
+def share_of_macs(network: nn.Module, args: argparse.Namespace) -> str:
+    """Describe the MACs of a gated network on the images that `time_files` uses."""
+    import torch
+
+    from timm_gated import count_macs
+    images = torch.from_numpy(noise(args.batch_size, input_size(network, args)))
+    return f'{count_macs(network, images.to(next(network.parameters()).device)).share:.0%} of the MACs'
+
+
+def noise(batch_size: int, size: Sequence[int]) -> np.ndarray:
+    """Return the images that files are timed on."""
+    import numpy as np
+    return np.random.default_rng(0).standard_normal((batch_size, *size), dtype=np.float32)
+
+
+def time_files(files: Mapping[str, Path], batch_size: int, threads: int, rounds: int) -> Dict[str, List[float]]:
     """Time ONNX files alternately in ONNX Runtime; returns milliseconds per batch.
 
     Args:
-        files: ONNX files with one input.
+        files: ONNX files with one input, by name.
         batch_size: Images per batch.
         threads: Number of threads of ONNX Runtime.
         rounds: Timed batches per file.
     """
-    import numpy as np
     import onnxruntime
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     runs = {}
-    for file in files:
+    for name, file in files.items():
         session = onnxruntime.InferenceSession(str(file), options, providers=['CPUExecutionProvider'])
         entry = session.get_inputs()[0]
-        images = np.random.default_rng(0).standard_normal((batch_size, *entry.shape[1:]), dtype=np.float32)
-        runs[file] = session, {entry.name: images}
-    times: Dict[Path, List[float]] = {file: [] for file in files}
+        runs[name] = session, {entry.name: noise(batch_size, entry.shape[1:])}
+    times: Dict[str, List[float]] = {name: [] for name in files}
     for turn in range(rounds + 3):
-        for file, (session, feed) in runs.items():
+        for name, (session, feed) in runs.items():
             start = time.perf_counter()
             session.run(None, feed)
             if turn >= 3:  # after the warm-up
-                times[file].append(1e3 * (time.perf_counter() - start))
+                times[name].append(1e3 * (time.perf_counter() - start))
     return times
+
+
+def compare(network: nn.Module, args: argparse.Namespace) -> None:
+    """Print the times of the exported file, of its baselines and of other files."""
+    files = {str(args.output): args.output}
+    with tempfile.TemporaryDirectory() as folder:
+        if args.conditional:
+            files.update(export_baselines(network, args, Path(folder)))
+            print(f'{args.output}: conditional, {share_of_macs(network, args)}')
+        files.update((str(file), file) for file in args.compare)
+        times = time_files(files, args.batch_size, args.threads, args.rounds)
+    own = statistics.median(times[str(args.output)])
+    for name, values in times.items():
+        median = statistics.median(values)
+        print(f'{name}: {median:.3f} ms, batch {args.batch_size}, {args.threads} thread(s); {median / own:.2f} x')
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -94,6 +157,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument('--output', type=Path, required=True, metavar='FILE', help='file to write, .onnx or .pt2')
     parser.add_argument('--overwrite', action='store_true', help='replace an existing file')
     parser.add_argument('--opset', type=int, default=23, metavar='N', help='ONNX opset version (default: %(default)s)')
+    parser.add_argument(
+        '--conditional', action='store_true', help='compute only open filters (ONNX Runtime); time the result')
     parser.add_argument(
         '--input-size', nargs=3, type=int, metavar='N', help="channels, height and width (default: the model's)")
     parser.add_argument('--compare', nargs='+', type=Path, default=[], metavar='FILE', help='other ONNX files to time')
@@ -107,16 +172,13 @@ def main(argv: Optional[List[str]] = None) -> int:
     try:
         if missing:
             raise ValueError(f'--compare: no file {missing[0]}.')
-        print(export(args))
+        network, name = load(args)
+        print(export(network, name, args))
     except ValueError as error:
         print(f'error: {error}', file=sys.stderr)
         return 1
-    if args.compare:
-        times = time_files([args.output, *args.compare], args.batch_size, args.threads, args.rounds)
-        own = statistics.median(times[args.output])
-        for file, values in times.items():
-            median = statistics.median(values)
-            print(f'{file}: {median:.3f} ms, batch {args.batch_size}, {args.threads} thread(s); {median / own:.2f} x')
+    if args.compare or args.conditional:
+        compare(network, args)
     return 0
 
 

@@ -1,5 +1,6 @@
 """Exported gated, pruned and specialized networks have the outputs of torch"""
 import copy
+import re
 from pathlib import Path
 
 import numpy as np
@@ -161,6 +162,29 @@ def test_tool(networks, tmp_path, capsys):
     assert 'must end in .onnx' in capsys.readouterr().err
     assert main(*command, '--overwrite', '--compare', tmp_path / 'none.onnx') == 1
     assert 'no file' in capsys.readouterr().err
+
+
+def test_tool_for_conditional_files(networks, tmp_path, capsys):
+    for name in ('gated', 'specialized'):
+        save_pretrained(networks[name], tmp_path / name)
+    common = ['--pretrained', '--input-size', 3, 8, 8, '--conditional', '--rounds', 2]
+    path = tmp_path / 'gated.onnx'
+    command = ['--model', f'local-dir:{tmp_path / "gated"}', *common]
+    assert main(*command, '--output', path) == 0
+    summary, macs, *rows = capsys.readouterr().out.splitlines()
+    assert 'batches of any size, outputs differ by' in summary
+    assert re.fullmatch(r'.*gated\.onnx: conditional, \d+% of the MACs', macs)
+    assert [row.split(': ')[0] for row in rows] == [str(path), 'masked', 'dense'] and rows[0].endswith('1.00 x')
+    assert 'NonZero' in {node.op_type for node in onnx.load(path).graph.node[0].attribute[0].g.node}
+    assert sorted(file.name for file in tmp_path.iterdir()) == ['gated', 'gated.onnx', 'specialized']
+
+    assert main(*command, '--output', tmp_path / 'other.onnx', '--compare', path, '--batch-size', 2) == 0
+    *_, row = capsys.readouterr().out.splitlines()
+    assert row.startswith(f'{path}: ') and 'batch 2' in row
+    assert main(*command, '--output', tmp_path / 'gated.pt2') == 1
+    assert '--conditional writes ONNX files: --output must end in .onnx' in capsys.readouterr().err
+    assert main('--model', f'local-dir:{tmp_path / "specialized"}', *common, '--output', tmp_path / 'net.onnx') == 1
+    assert 'has no gates: leave out --conditional' in capsys.readouterr().err
 
 
 def test_tool_deletes_wrong_files(networks, tmp_path, capsys, monkeypatch):

@@ -20,8 +20,8 @@ from ..models import AigBasicBlock, AigBottleneck, AigGate, CarryNet, CarryStage
 from .program import AdaptivePoolOp, ConvOp, GateOp, Op, OutputOp, PoolOp, Program, SkipOp, SubsampleOp
 
 __all__ = [
-    'Compiler', 'Trunk', 'compile_module', 'compile_trunk', 'find_trunk', 'is_plain_classifier', 'is_plain_conv',
-    'register_forward', 'sequence', 'trunk',
+    'Compiler', 'Trunk', 'compile_module', 'compile_trunk', 'complete_trunk', 'find_trunk', 'is_plain_classifier',
+    'is_plain_conv', 'register_forward', 'sequence', 'trunk',
 ]
 
 # Forward methods that the compiler reproduces. Classes that override them are refused.
@@ -75,6 +75,15 @@ def find_trunk(model: nn.Module) -> Optional[Trunk]:
     if parts is not None and not _is_known(model):
         raise _unsupported(model, ' because it overrides the forward pass')
     return parts
+
+
+@singledispatch
+def complete_trunk(model: nn.Module) -> Optional[Trunk]:
+    """Return a trunk that has the output of the whole model, or None. Other packages may register theirs.
+
+    It differs from `find_trunk` for models that contain a network, such as segmentors.
+    """
+    return find_trunk(model)
 
 
 def _only(maps: List[torch.Tensor]) -> torch.Tensor:

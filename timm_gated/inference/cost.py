@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ..layers import Macs
 from .program import AdaptivePoolOp, ConcatOp, ConvOp, GateOp, Op, OutputOp, PoolOp, Program, SkipOp, SubsampleOp
 
-__all__ = ['Cost', 'ProgramCost']
+__all__ = ['Cost', 'ProgramCost', 'output_shape']
 
 _MAX_SIZES = 16  # cached image sizes
 
@@ -119,11 +119,8 @@ class ProgramCost:
             elif isinstance(op, SkipOp):
                 skipping = [op.gate] * op.count
             elif not isinstance(op, OutputOp):
-                if isinstance(op, ConcatOp):
-                    step.shape = (sum(shapes[source][0] for source in op.sources), *shapes[op.sources[0]][1:])
-                else:
-                    step.shape = _shape(op, *shapes[op.source])
-                shapes[op.target] = step.shape
+                sources = op.sources if isinstance(op, ConcatOp) else (op.source,)
+                step.shape = shapes[op.target] = output_shape(op, *(shapes[source] for source in sources))
                 pooled.discard(op.target)
                 if isinstance(op, ConvOp):
                     step.macs = op.weight.numel() * step.shape[1] * step.shape[2]
@@ -164,8 +161,16 @@ def _without_data(op: Op) -> Op:
     return replace(op, **tensors)
 
 
-def _shape(op: Any, channels: int, height: int, width: int) -> Tuple[int, int, int]:
-    """Return the shape of the output map of an operation."""
+def output_shape(op: Any, *sources: Tuple[int, int, int]) -> Tuple[int, int, int]:
+    """Return the shape of the output map of an operation.
+
+    Args:
+        op: Operation that writes a map.
+        *sources: Shapes of the maps that it reads, without a shortcut.
+    """
+    channels, height, width = sources[0]
+    if isinstance(op, ConcatOp):
+        return sum(source[0] for source in sources), height, width
     if isinstance(op, SubsampleOp):
         return channels + op.before + op.after, -(-height // op.stride), -(-width // op.stride)
     if isinstance(op, AdaptivePoolOp):
