@@ -80,7 +80,7 @@ def test_large_image_through_the_backbone_of_pspnet():
     print({name: f'{peak / GIGABYTE:.2f} GB' for name, peak in result['peaks'].items()})
     assert result['shape'] == (1, 2048, 63, 125) and 0.2 < result['open'] < 0.8
     assert result['difference'] <= 1e-4
-    assert max(result['peaks'].values()) < GIGABYTE  # most of it weights in Winograd's domain
+    assert max(result['peaks'].values()) < 0.8 * GIGABYTE
 
 
 def run_out_of_memory() -> str:
