@@ -4,7 +4,6 @@
 `PSPHead` or `FCNHead` with plain convolutions. Other heads stay in torch.
 """
 import copy
-from types import MethodType
 from typing import Any, Iterable, List, Optional, Tuple, Union
 
 import torch.nn as nn
@@ -21,6 +20,7 @@ from timm_gated.inference import (
     accelerated_parts,
     compile_module,
     find_trunk,
+    first_map,
     is_plain_conv,
     sequence,
 )
@@ -77,12 +77,8 @@ def _(model: EncoderDecoder) -> List[Tuple[nn.Module, Union[Trunk, nn.Module]]]:
         return _default_parts(model)
     modules = _up_to_output(backbone.modules, model.decode_head.in_index)
     return [
-        (model.backbone, Trunk([*((module, False) for module in modules), (model.decode_head, True)], _logits)),
+        (model.backbone, Trunk([*((module, False) for module in modules), (model.decode_head, True)], first_map)),
         (model.decode_head, _without_layers(model.decode_head))]
-
-
-def _logits(maps: List[Any]) -> Any:
-    return maps[0]
 
 
 def _runs_in_order(model: EncoderDecoder) -> bool:
@@ -120,9 +116,9 @@ def _without_layers(head: BaseDecodeHead) -> BaseDecodeHead:
     """A copy of a decode head that takes its logits as input."""
     head = copy.copy(head)
     head._modules, head._parameters, head._buffers = {}, {}, {}
-    head.forward = MethodType(_return_input, head)
+    head.forward = _return_input
     return head
 
 
-def _return_input(head: BaseDecodeHead, logits: Any) -> Any:
+def _return_input(logits: Any) -> Any:
     return logits
