@@ -191,23 +191,22 @@ class NativeRunner:
         isa: Instruction set, the fastest available one by default.
 
     Attributes:
-        program: The program with its tensors on the CPU in float32, to save the network.
         isa: Instruction set.
     """
 
     def __init__(self, program: Program, isa: Optional[str] = None) -> None:
         library = _get()
-        self.program = program = replace(program, ops=[_in_float32(op) for op in program.ops])
+        self._ops = [_in_float32(op) for op in program.ops]  # to save the network
         self._chosen_isa = isa
         self.isa = isa or instruction_sets()[0]
         self._network = _Handle(
             library.tg_network_new(self.isa.encode(), program.in_channels, program.num_maps, program.num_gates),
             library.tg_network_free)
-        self._in_channels = program.in_channels
+        self._in_channels, self._num_maps, self._num_gates = program.in_channels, program.num_maps, program.num_gates
         self._plans: OrderedDict[Tuple[int, int], _Plan] = OrderedDict()
         self._lock = threading.Lock()
         self._channels = Counter({0: program.in_channels})  # by map
-        for op in program.ops:
+        for op in self._ops:
             _check(None, self._add(op) != 0)
             self._note_channels(op)
         self._num_native = [len(op.sources) if isinstance(op, ConcatOp) else 1 for op in program.ops]  # per operation
@@ -261,6 +260,11 @@ class NativeRunner:
                 self._network.pointer, source, op.target, op.sources[0], before, total, op.align_corners)
             before += self._channels[source]
         return status
+
+    @property
+    def program(self) -> Program:
+        """The program that is run, with float32 tensors on the CPU."""
+        return Program(self._in_channels, self._ops, self._num_maps, self._num_gates)
 
     def __deepcopy__(self, memo: Any) -> 'NativeRunner':
         return self  # immutable
