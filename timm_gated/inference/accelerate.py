@@ -88,8 +88,9 @@ class Accelerated(nn.Module):
             >>> fast = timm_gated.load_accelerated('model.tgn')
         """
         if self.head is not None and not self._classifier:
+            head = ' '.join(str(self.head).split())
             raise ValueError(
-                f'the network cannot be saved because its head runs in torch: {self.head}. Supported: average pooling, '
+                f'the network cannot be saved because its head runs in torch: {head}. Supported: average pooling, '
                 f'optionally followed by a linear layer, and networks without a head.')
         save_network(Network(self._program(), self._assemble, len(self._classifier)), path)
 

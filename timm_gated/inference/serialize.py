@@ -163,7 +163,10 @@ def decode(tensors: Mapping[str, torch.Tensor], text: str) -> Network:
 
 def _texts(text: str, num_operations: int) -> Tuple[List[str], Optional[list]]:
     """Names of layers, and keys of the outputs."""
-    content = json.loads(text)
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f'the names of its layers are not JSON: {error}.') from error
     names, keys = (content.get(name) if isinstance(content, dict) else None for name in ('names', 'keys'))
     if not isinstance(names, list) or len(names) != num_operations or not all(isinstance(name, str) for name in names):
         raise ValueError(f'there must be one name per operation, {num_operations} in all.')

@@ -42,7 +42,8 @@ class SlicedRunner(nn.Module):
     @property
     def program(self) -> Program:
         """The program that is run, with its current tensors."""
-        return Program(self._in_channels, [step.op() for step in self.steps], self._num_maps, self._num_gates)
+        steps: Any = self.steps
+        return Program(self._in_channels, [step.op() for step in steps], self._num_maps, self._num_gates)
 
     def forward(self, images: torch.Tensor, num_open: Optional[torch.Tensor] = None) -> List[torch.Tensor]:
         """Run a batch and return the output maps of the program.
