@@ -253,6 +253,7 @@ def set_network(index: int, value: int) -> Any:
     (set_network(4, 10**6), 'operations are not a classifier'),
     (set_network(5, 4), 'the form of the output must be between 0 and 3, got 4'),
     (set_network(5, 3), 'the keys of 1 outputs'),
+    (set_network(5, 0), 'a classifier needs features that are a single map'),
     (set_column('kind', 8), 'operation 0: kind must be between 0 and 7, got 8'),
     (set_column('source', -2**63), 'operation 0, ConvOp: source must be an integer between 0'),
     (set_column('source', 3), 'operation 0, ConvOp: source 3 is read before it is written'),
@@ -321,7 +322,7 @@ def load_mutations(path: str, count: int) -> Counter:
     """Load mutations of a file and run those that load. In a process of its own, with little memory."""
     torch.set_num_threads(1)
     data, x = Path(path).read_bytes(), images(1, 8, 8)
-    same = accelerate(make(**NET))(x)
+    same = accelerate(make(**NET), 'native')(x)
     in_use = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**30, resource.RLIM_INFINITY))
     outcomes: Counter = Counter()
@@ -337,7 +338,8 @@ def load_mutations(path: str, count: int) -> Counter:
             continue
         for fast in loaded:
             try:
-                outcomes['same' if torch.equal(fast(x), same) else 'other'] += 1
+                output = fast(x)
+                outcomes['same' if isinstance(output, torch.Tensor) and torch.equal(output, same) else 'other'] += 1
             except (ValueError, MemoryError, RuntimeError):  # an image too small, or maps too large
                 outcomes['does not run'] += 1
     return outcomes

@@ -14,8 +14,8 @@ Format, version 1. Integers are int64, weights float32, and -1 stands for none. 
                  [out]; `sources` of a concatenation, the numbers of its maps, int64
 
 These are sufficient to run the program. A classifier is average pooling, a 1 x 1 convolution (unless the network has
-no classes) and an output, after a single output of the feature map. `__metadata__` has one entry, `timm_gated`: JSON
-with the layer `names` of all operations, and the `keys` of the outputs if they form a dict.
+no classes) and an output, after a single output, of the features; the form is then 'map'. `__metadata__` has one entry,
+`timm_gated`: JSON with the layer `names` of all operations, and the `keys` of the outputs if they form a dict.
 """
 import json
 from contextlib import contextmanager
@@ -66,7 +66,7 @@ class Network:
         classifier: Number of operations at the end that are the classifier, 0 without one.
 
     Raises:
-        ValueError: If the program does not end with such a classifier.
+        ValueError: If the program does not end with such a classifier, or the features are not a single map.
     """
     program: Program
     assemble: Callable[[List[torch.Tensor]], Any] = list
@@ -75,6 +75,8 @@ class Network:
     def __post_init__(self) -> None:
         if self.classifier and not _is_classifier(self.program.ops, self.classifier):
             raise ValueError(f'the last {self.classifier} operations are not a classifier.')
+        if self.classifier and self.assemble is not first_map:
+            raise ValueError('a classifier needs features that are a single map.')
 
 
 def _is_classifier(ops: Sequence[Op], count: int) -> bool:
