@@ -4,7 +4,6 @@
 `PSPHead` or `FCNHead` with plain convolutions. Other heads stay in torch.
 """
 import copy
-from types import MethodType
 from typing import Any, Iterable, List, Optional, Tuple, Union
 
 import torch.nn as nn
@@ -22,6 +21,7 @@ from timm_gated.inference import (
     compile_module,
     complete_trunk,
     find_trunk,
+    first_map,
     is_plain_conv,
     sequence,
 )
@@ -77,7 +77,7 @@ def _(model: EncoderDecoder) -> Optional[Trunk]:
     if backbone is None or not _runs_in_order(model) or not _is_supported(model.decode_head):
         return None
     modules = _up_to_output(backbone.modules, model.decode_head.in_index)
-    return Trunk([*((module, False) for module in modules), (model.decode_head, True)], _logits)
+    return Trunk([*((module, False) for module in modules), (model.decode_head, True)], first_map)
 
 
 @accelerated_parts.register
@@ -86,10 +86,6 @@ def _(model: EncoderDecoder) -> List[Tuple[nn.Module, Union[Trunk, nn.Module]]]:
     if trunk is None:
         return _default_parts(model)
     return [(model.backbone, trunk), (model.decode_head, _without_layers(model.decode_head))]
-
-
-def _logits(maps: List[Any]) -> Any:
-    return maps[0]
 
 
 def _runs_in_order(model: EncoderDecoder) -> bool:
@@ -127,9 +123,9 @@ def _without_layers(head: BaseDecodeHead) -> BaseDecodeHead:
     """A copy of a decode head that takes its logits as input."""
     head = copy.copy(head)
     head._modules, head._parameters, head._buffers = {}, {}, {}
-    head.forward = MethodType(_return_input, head)
+    head.forward = _return_input
     return head
 
 
-def _return_input(head: BaseDecodeHead, logits: Any) -> Any:
+def _return_input(logits: Any) -> Any:
     return logits

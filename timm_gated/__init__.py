@@ -7,7 +7,7 @@ Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://op
 """
 from .analysis import GateCounts, GateStatistics
 from .hub import check_pretrained, model_card, pull_from_hub, push_to_hub, save_pretrained
-from .inference import accelerate, export_onnx, export_program, instruction_sets
+from .inference import accelerate, export_onnx, export_program, instruction_sets, load_accelerated
 from .layers import (
     ChannelGate,
     Gate,
@@ -119,6 +119,7 @@ __all__ = [
     'linear_anneal',
     'linear_warmup',
     'list_gated_models',
+    'load_accelerated',
     'mac_formula',
     'model_card',
     'objectives',

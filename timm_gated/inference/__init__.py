@@ -1,5 +1,5 @@
 """Inference with gated networks: `accelerate` and export"""
-from .accelerate import Accelerated, accelerate, accelerated_parts
+from .accelerate import Accelerated, accelerate, accelerated_parts, load_accelerated
 from .compiler import (
     Compiler,
     Trunk,
@@ -7,6 +7,7 @@ from .compiler import (
     compile_trunk,
     complete_trunk,
     find_trunk,
+    first_map,
     is_plain_conv,
     register_forward,
     sequence,
@@ -34,8 +35,10 @@ __all__ = [
     'export_onnx',
     'export_program',
     'find_trunk',
+    'first_map',
     'instruction_sets',
     'is_plain_conv',
+    'load_accelerated',
     'onnx_difference',
     'register_forward',
     'sequence',

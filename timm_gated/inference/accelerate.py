@@ -5,26 +5,30 @@
 
 The result is an evaluation-only module with the outputs of the network. Each image of a batch runs its own filters.
 There are two backends: 'native', this package's own CPU kernels, and 'torch', which slices weights and runs on any
-device.
+device. `fast.save` and `load_accelerated` store the result as a file.
 """
 import copy
+from dataclasses import replace
 from functools import singledispatch
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
+from timm.layers import SelectAdaptivePool2d
 from torch.overrides import has_torch_function_unary
 
 from ..layers import MacCounter, Macs, ModuleMacs, run_and_report
 from ..utils import check_number
 from .compiler import Trunk, compile_trunk, find_trunk, is_plain_classifier
-from .cost import ProgramCost
+from .cost import ProgramCost, without_data
 from .native import NativeRunner, why_not
 from .plan import ExecutionPlan, PlannedLayer
-from .program import check_images
+from .program import ConvOp, Op, Program, check_images
+from .serialize import Network, load_network, save_network
 from .sliced import SlicedRunner
 
-__all__ = ['Accelerated', 'accelerate', 'accelerated_parts']
+__all__ = ['Accelerated', 'accelerate', 'accelerated_parts', 'load_accelerated']
 
 BACKENDS = ('auto', 'native', 'torch')
 
@@ -35,30 +39,71 @@ class Accelerated(nn.Module):
     The native backend also runs a head of average pooling and a linear layer: torch's threads would wait actively for
     more work afterwards, and slow down the next call.
 
+    Args:
+        network: Program of the trunk, followed by that of the classifier if the head is one.
+        backend: 'native' or 'torch'.
+        isa: Instruction set of the native backend, the fastest available one by default.
+        head: Any other head. It runs in torch.
+
     Attributes:
         backend: 'native' or 'torch'.
     """
 
     def __init__(
             self,
-            parts: Trunk,
+            network: Network,
             backend: str,
             isa: Optional[str] = None,
-            names: Optional[Mapping[int, str]] = None,
+            head: Optional[nn.Module] = None,
     ) -> None:
         super().__init__()
-        self._runs_head = backend == 'native' and is_plain_classifier(parts.head)
-        modules = [*parts.modules, (parts.head, True)] if self._runs_head else parts.modules
-        program = compile_trunk(modules, names)  # type: ignore[arg-type]
+        program, count = network.program, network.classifier
+        classifier = program.ops[len(program.ops) - count:]
         self.backend = backend
-        self._assemble = parts.assemble
+        self._assemble = network.assemble
+        self._classifier = [without_data(op) for op in classifier]
+        self._runs_head = backend == 'native' and count > 0
+        if count and not self._runs_head:
+            program = replace(program, ops=program.ops[:-count])
+            head = _as_modules(classifier)
         self._cost = ProgramCost(program)
         self.runner: Union[NativeRunner, SlicedRunner] = (
             NativeRunner(program, isa) if backend == 'native' else SlicedRunner(program))
-        self.head = None if self._runs_head else copy.deepcopy(parts.head)
+        self.head = head
         if backend == 'native' and self.head is not None:
             self.head.to('cpu', torch.float32)
         super().train(False)
+
+    def save(self, path: Union[str, Path]) -> None:
+        """Save the network for `load_accelerated`, in float32. The file is written completely or not at all.
+
+        The backbone of a segmentor whose decode head runs natively includes that head: `fast.backbone.save(path)`
+        saves a network that returns the logits.
+
+        Args:
+            path: Path of the file.
+
+        Example:
+            >>> fast.save('model.tgn')
+            >>> fast = timm_gated.load_accelerated('model.tgn')
+        """
+        if self.head is not None and not self._classifier:
+            head = ' '.join(str(self.head).split())
+            raise ValueError(
+                f'the network cannot be saved because its head runs in torch: {head}. Supported: average pooling, '
+                f'optionally followed by a linear layer, and networks without a head.')
+        save_network(Network(self._program(), self._assemble, len(self._classifier)), path)
+
+    def _program(self) -> Program:
+        """The program with the classifier."""
+        program = self.runner.program
+        if self._runs_head or not self._classifier:
+            return program
+        linear: Any = self.head[1]  # type: ignore[index]
+        classifier = [
+            replace(op, weight=linear.weight[:, :, None, None], bias=linear.bias) if isinstance(op, ConvOp) else op
+            for op in self._classifier]
+        return replace(program, ops=[*program.ops, *classifier])
 
     def extra_repr(self) -> str:
         return f'backend={self.backend}' + (f', isa={self.runner.isa}' if isinstance(self.runner, NativeRunner) else '')
@@ -174,22 +219,14 @@ def accelerate(model: nn.Module, backend: str = 'auto', isa: Optional[str] = Non
         >>> fast = accelerate(timm.create_model('gated_resnet34'))
         >>> fast.backend, fast(images)
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got '{backend}'.")
-    if backend == 'native' and why_not():
-        raise RuntimeError(f"backend='native' is not available: {why_not()}")
-    if backend == 'auto':
-        on_cpu = all(tensor.device.type == 'cpu' for tensor in model.state_dict().values())
-        backend = 'native' if on_cpu and not why_not() else 'torch'
-    if isa is not None and backend == 'torch':
-        raise ValueError(f"isa is an option of the native backend, got '{isa}' with backend 'torch'.")
-
+    on_cpu = all(tensor.device.type == 'cpu' for tensor in model.state_dict().values())
+    backend = _choose_backend(backend, isa, on_cpu)
     names = {id(module): name for name, module in model.named_modules()}
     parts = find_trunk(model)
     if parts is not None:
-        return Accelerated(parts, backend, isa, names)
+        return _accelerate_trunk(parts, backend, isa, names)
     replacements: Dict[int, nn.Module] = {
-        id(module): Accelerated(part, backend, isa, names) if isinstance(part, Trunk) else part
+        id(module): _accelerate_trunk(part, backend, isa, names) if isinstance(part, Trunk) else part
         for module, part in accelerated_parts(model)}
     if not replacements:
         raise ValueError(
@@ -198,6 +235,58 @@ def accelerate(model: nn.Module, backend: str = 'auto', isa: Optional[str] = Non
     fast = copy.deepcopy(model, replacements)
     fast.eval()
     return fast
+
+
+def load_accelerated(path: Union[str, Path], backend: str = 'auto', isa: Optional[str] = None) -> Accelerated:
+    """Load an accelerated network from a file that `save` wrote. The original network is not needed.
+
+    Weights are packed for the instruction set. The content of the file is checked: a damaged file raises a
+    `ValueError`. Files contain no code.
+
+    Args:
+        path: Path of the file.
+        backend: 'native', 'torch' or 'auto', which selects 'native' if it was built.
+        isa: Instruction set of the native kernels: 'avx512', 'avx2' or 'portable'. The fastest available by default.
+
+    Example:
+        >>> timm_gated.accelerate(model).save('model.tgn')
+        >>> fast = timm_gated.load_accelerated('model.tgn')
+    """
+    backend = _choose_backend(backend, isa, on_cpu=True)
+    return Accelerated(load_network(path), backend, isa)
+
+
+def _choose_backend(backend: str, isa: Optional[str], on_cpu: bool) -> str:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got '{backend}'.")
+    if backend == 'native' and why_not():
+        raise RuntimeError(f"backend='native' is not available: {why_not()}")
+    if backend == 'auto':
+        backend = 'native' if on_cpu and not why_not() else 'torch'
+    if isa is not None and backend == 'torch':
+        raise ValueError(f"isa is an option of the native backend, got '{isa}' with backend 'torch'.")
+    return backend
+
+
+def _accelerate_trunk(parts: Trunk, backend: str, isa: Optional[str], names: Mapping[int, str]) -> Accelerated:
+    if not is_plain_classifier(parts.head):
+        return Accelerated(Network(compile_trunk(parts.modules, names), parts.assemble), backend, isa,
+                           copy.deepcopy(parts.head))
+    pool, linear = parts.head  # type: ignore[misc]
+    count = 2 if isinstance(linear, nn.Identity) else 3  # operations, with the output
+    program = compile_trunk([*parts.modules, (pool, False), (linear, True)], names)
+    return Accelerated(Network(program, parts.assemble, count), backend, isa)
+
+
+def _as_modules(classifier: Sequence[Op]) -> nn.Sequential:
+    """The operations of a classifier as the modules that a network of timm has."""
+    linear: nn.Module = nn.Identity()
+    for op in classifier:
+        if isinstance(op, ConvOp):
+            linear = nn.Linear(op.weight.shape[1], op.weight.shape[0], device='meta')
+            linear.weight, linear.bias = (
+                nn.Parameter(tensor.detach().clone(), False) for tensor in (op.weight[:, :, 0, 0], op.bias))
+    return nn.Sequential(SelectAdaptivePool2d(pool_type='avg', flatten=True), linear)
 
 
 @singledispatch

@@ -20,8 +20,8 @@ from ..models import AigBasicBlock, AigBottleneck, AigGate, CarryNet, CarryStage
 from .program import AdaptivePoolOp, ConvOp, GateOp, Op, OutputOp, PoolOp, Program, SkipOp, SubsampleOp
 
 __all__ = [
-    'Compiler', 'Trunk', 'compile_module', 'compile_trunk', 'complete_trunk', 'find_trunk', 'is_plain_classifier',
-    'is_plain_conv', 'register_forward', 'sequence', 'trunk',
+    'Compiler', 'Trunk', 'as_dict', 'compile_module', 'compile_trunk', 'complete_trunk', 'find_trunk', 'first_map',
+    'is_plain_classifier', 'is_plain_conv', 'register_forward', 'sequence', 'trunk',
 ]
 
 # Forward methods that the compiler reproduces. Classes that override them are refused.
@@ -55,7 +55,8 @@ class Trunk:
 
     Attributes:
         modules: Modules in execution order, each with a flag that says whether its output is returned.
-        assemble: Function from the list of returned maps to the result of the network.
+        assemble: Function from the list of returned maps to the result of the network. A network can be saved if it is
+            `list`, `tuple`, `first_map` or a `partial` of `as_dict`.
         head: Module that is applied to the result.
     """
     modules: Sequence[Tuple[nn.Module, bool]]
@@ -86,17 +87,19 @@ def complete_trunk(model: nn.Module) -> Optional[Trunk]:
     return find_trunk(model)
 
 
-def _only(maps: List[torch.Tensor]) -> torch.Tensor:
+def first_map(maps: List[torch.Tensor]) -> torch.Tensor:
+    """The output of a network with one output."""
     return maps[0]
 
 
-def _as_dict(keys: Sequence[Any], maps: List[torch.Tensor]) -> Dict[Any, torch.Tensor]:
+def as_dict(keys: Sequence[Any], maps: List[torch.Tensor]) -> Dict[Any, torch.Tensor]:
+    """The output of a network with named outputs."""
     return dict(zip(keys, maps, strict=True))
 
 
 def _classifier(model: Any, modules: List[Any]) -> Trunk:
     head = nn.Sequential(model.global_pool, model.fc)
-    return Trunk([(module, module is modules[-1]) for module in modules], _only, head)
+    return Trunk([(module, module is modules[-1]) for module in modules], first_map, head)
 
 
 @trunk.register
@@ -117,7 +120,7 @@ def _(model: FeatureDictNet) -> Trunk:
     keys = [model.return_layers[name] for name in model if name in model.return_layers]
     if isinstance(model, FeatureListNet):
         return Trunk(modules)
-    return Trunk(modules, partial(_as_dict, keys))
+    return Trunk(modules, partial(as_dict, keys))
 
 
 @trunk.register(FeatureGetterNet)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ..layers import Macs
 from .program import AdaptivePoolOp, ConcatOp, ConvOp, GateOp, Op, OutputOp, PoolOp, Program, SkipOp, SubsampleOp
 
-__all__ = ['Cost', 'ProgramCost', 'output_shape']
+__all__ = ['Cost', 'ProgramCost', 'output_shape', 'without_data']
 
 _MAX_SIZES = 16  # cached image sizes
 
@@ -55,7 +55,7 @@ class ProgramCost:
     def __init__(self, program: Program) -> None:
         self.in_channels = program.in_channels
         self.num_gates = program.num_gates
-        self._ops = [_without_data(op) for op in program.ops]
+        self._ops = [without_data(op) for op in program.ops]
         self._costs: Dict[Tuple[int, int], Cost] = {}
 
     def at(self, height: int, width: int) -> Cost:
@@ -92,7 +92,8 @@ class ProgramCost:
             dense += step.macs
             fixed += step.overhead
             if step.gates:
-                assert len(step.gates) <= 2, 'a block is gated as a unit or per channel, not both'
+                if len(step.gates) > 2:  # not compiled from a network
+                    raise ValueError('MACs of convolutions with more than two gates cannot be counted.')
                 macs = step.macs
                 for size in step.gates.values():
                     macs //= size
@@ -155,7 +156,8 @@ def _describe(op: Op) -> str:
     return type(op).__name__.removesuffix('Op').lower()
 
 
-def _without_data(op: Op) -> Op:
+def without_data(op: Op) -> Op:
+    """Copy of an operation with its tensors on the meta device."""
     tensors: Dict[str, Any] = {
         name: value.to('meta') for name, value in vars(op).items() if isinstance(value, torch.Tensor)}
     return replace(op, **tensors)

@@ -7,6 +7,7 @@ import ctypes
 import threading
 from collections import Counter, OrderedDict
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_void_p
+from dataclasses import replace
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
@@ -24,6 +25,7 @@ from .program import (
     SubsampleOp,
     check_images,
 )
+from .serialize import Network, decode, encode
 
 __all__ = ['NativeRunner', 'fma_peak', 'instruction_sets', 'why_not']
 
@@ -187,19 +189,24 @@ class NativeRunner:
     Args:
         program: Program to run.
         isa: Instruction set, the fastest available one by default.
+
+    Attributes:
+        isa: Instruction set.
     """
 
     def __init__(self, program: Program, isa: Optional[str] = None) -> None:
         library = _get()
+        self._ops = [_in_float32(op) for op in program.ops]  # to save the network
+        self._chosen_isa = isa
         self.isa = isa or instruction_sets()[0]
         self._network = _Handle(
             library.tg_network_new(self.isa.encode(), program.in_channels, program.num_maps, program.num_gates),
             library.tg_network_free)
-        self._in_channels = program.in_channels
+        self._in_channels, self._num_maps, self._num_gates = program.in_channels, program.num_maps, program.num_gates
         self._plans: OrderedDict[Tuple[int, int], _Plan] = OrderedDict()
         self._lock = threading.Lock()
         self._channels = Counter({0: program.in_channels})  # by map
-        for op in program.ops:
+        for op in self._ops:
             _check(None, self._add(op) != 0)
             self._note_channels(op)
         self._num_native = [len(op.sources) if isinstance(op, ConcatOp) else 1 for op in program.ops]  # per operation
@@ -212,14 +219,13 @@ class NativeRunner:
 
         if isinstance(op, ConvOp):
             c_out, c_in, kernel = op.weight.shape[:3]
-            weight, bias = _floats(op.weight), _floats(op.bias)
             spec = _ConvSpec(
                 op.source, op.target, number(op.residual), number(op.gate_in), number(op.gate_out), c_in, c_out, kernel,
                 op.stride, op.dilation, op.padding, op.relu)
-            return library.tg_add_conv(network, spec, weight.data_ptr(), bias.data_ptr())
+            return library.tg_add_conv(network, spec, op.weight.data_ptr(), op.bias.data_ptr())
         if isinstance(op, GateOp):
             (hidden, c_in), size = op.weight1.shape, len(op.weight2)
-            tensors = [_floats(tensor) for tensor in (op.weight1, op.bias1, op.weight2, op.bias2)]
+            tensors = op.weight1, op.bias1, op.weight2, op.bias2
             return library.tg_add_gate(
                 network, op.source, op.gate, c_in, hidden, size, *(tensor.data_ptr() for tensor in tensors))
         if isinstance(op, PoolOp):
@@ -255,11 +261,16 @@ class NativeRunner:
             before += self._channels[source]
         return status
 
+    @property
+    def program(self) -> Program:
+        """The program that is run, with float32 tensors on the CPU."""
+        return Program(self._in_channels, self._ops, self._num_maps, self._num_gates)
+
     def __deepcopy__(self, memo: Any) -> 'NativeRunner':
         return self  # immutable
 
     def __reduce__(self) -> Any:
-        raise TypeError('an accelerated network cannot be pickled; save the original network.')
+        return _restored, (*encode(Network(self.program)), self._chosen_isa)  # packed for the machine that loads it
 
     @torch.compiler.disable
     def __call__(self, images: torch.Tensor, num_open: Optional[torch.Tensor] = None) -> List[torch.Tensor]:
@@ -317,6 +328,16 @@ class NativeRunner:
             if len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
         return plan
+
+
+def _restored(tensors: Dict[str, torch.Tensor], text: str, isa: Optional[str]) -> NativeRunner:
+    return NativeRunner(decode(tensors, text).program, isa)
+
+
+def _in_float32(op: Op) -> Op:
+    tensors: Dict[str, Any] = {
+        name: _floats(value) for name, value in vars(op).items() if isinstance(value, torch.Tensor)}
+    return replace(op, **tensors)
 
 
 def _floats(tensor: torch.Tensor) -> torch.Tensor:

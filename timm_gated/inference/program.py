@@ -16,6 +16,7 @@ __all__ = [
 # Limits of the native kernels (csrc/network.h)
 _MAX_SIZE = 2 ** 20  # channels, maps, gates, dilation and padding
 _MAX_KERNEL = 64  # kernel size and stride
+_MAX_MACS = 2 ** 40  # of a gate
 
 
 @dataclass
@@ -256,6 +257,7 @@ class _Validator:
         self._shape(op, 'bias1', hidden)
         self._shape(op, 'weight2', size, hidden)
         self._shape(op, 'bias2', size)
+        self._int(op, 'macs', 0, _MAX_MACS)
         self._check_channels(op.source, self._read('source', op.source), c_in)
         self.gates[op.gate] = size
 

@@ -3,7 +3,7 @@
 Runs on any device and does not need the native kernels. For each image, the open filters are selected from the weights
 and only those are convolved.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
@@ -36,8 +36,14 @@ class SlicedRunner(nn.Module):
 
     def __init__(self, program: Program) -> None:
         super().__init__()
-        self._in_channels = program.in_channels
+        self._in_channels, self._num_maps, self._num_gates = program.in_channels, program.num_maps, program.num_gates
         self.steps = nn.ModuleList(_STEPS[type(op)](op) for op in program.ops)
+
+    @property
+    def program(self) -> Program:
+        """The program that is run, with its current tensors."""
+        steps: Any = self.steps
+        return Program(self._in_channels, [step.op() for step in steps], self._num_maps, self._num_gates)
 
     def forward(self, images: torch.Tensor, num_open: Optional[torch.Tensor] = None) -> List[torch.Tensor]:
         """Run a batch and return the output maps of the program.
@@ -88,6 +94,10 @@ class _Step(nn.Module):
                 self.register_buffer(name, value, persistent=False)
             else:
                 setattr(self, name, value)
+        self._kind = type(op)
+
+    def op(self) -> Op:
+        return self._kind(**{field.name: getattr(self, field.name) for field in fields(self._kind)})
 
 
 class _Conv(_Step):
