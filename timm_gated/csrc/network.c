@@ -13,7 +13,7 @@
 static _Thread_local char message[256];
 
 /* Must be increased with any change of the functions called from Python. */
-API int tg_version(void) { return 6; }
+API int tg_version(void) { return 7; }
 
 API const char *tg_error(void) { return message; }
 
@@ -235,6 +235,32 @@ API int tg_add_gate(
         for (int h = 0; h < hidden; h++)
             op->weight2[(ptrdiff_t)h * size + k] = *weight2++;
     network->gate_sizes[gate] = size;
+    return 0;
+}
+
+/* Copy the weights of a convolution, or of a gate, in the layout in which they were added; a convolution has only the
+ * first two. */
+API int tg_read_weights(const network_t *network, int index, float *weight, float *bias, float *weight2, float *bias2) {
+    const op_t *op = index >= 0 && index < network->num_ops ? &network->ops[index] : NULL;
+    if (!op || (op->kind != CONV && op->kind != GATE))
+        return fail("operation %d of %d has no weights", index, network->num_ops);
+    if (op->kind == CONV) {
+        const packing_t from = packing(op);
+        for (int k = 0; k < op->c_out; k++)
+            for (int c = 0; c < op->c_in; c++)
+                for (int t = 0; t < op->kernel * op->kernel; t++)
+                    *weight++ = op->weight[row_offset(&from, k) + c * from.column + t * from.tap];
+        memcpy(bias, op->bias, (size_t)op->c_out * sizeof *bias);
+        return 0;
+    }
+    for (int h = 0; h < op->hidden; h++)
+        for (int c = 0; c < op->c_in; c++)
+            *weight++ = op->weight[(ptrdiff_t)c * op->hidden + h];
+    for (int k = 0; k < op->c_out; k++)
+        for (int h = 0; h < op->hidden; h++)
+            *weight2++ = op->weight2[(ptrdiff_t)h * op->c_out + k];
+    memcpy(bias, op->bias, (size_t)op->hidden * sizeof *bias);
+    memcpy(bias2, op->bias2, (size_t)op->c_out * sizeof *bias2);
     return 0;
 }
 

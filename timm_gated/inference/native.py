@@ -12,6 +12,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
+from .cost import without_data
 from .program import (
     AdaptivePoolOp,
     ConcatOp,
@@ -31,7 +32,7 @@ __all__ = ['NativeRunner', 'fma_peak', 'instruction_sets', 'why_not']
 
 _MAX_PLANS = 4  # image sizes to keep memory for, most recently used
 _MAX_PIXELS = 2 ** 26  # per image (csrc/plan.c)
-_VERSION = 6  # must equal tg_version()
+_VERSION = 7  # must equal tg_version()
 
 
 class _ConvSpec(ctypes.Structure):
@@ -50,6 +51,7 @@ _SIGNATURES: Dict[str, Tuple[Any, List[Any]]] = {
     'tg_network_free': (None, [c_void_p]),
     'tg_add_conv': (c_int, [c_void_p, POINTER(_ConvSpec), c_void_p, c_void_p]),
     'tg_add_gate': (c_int, [c_void_p, *[c_int] * 5, *[c_void_p] * 4]),
+    'tg_read_weights': (c_int, [c_void_p, c_int, *[c_void_p] * 4]),
     'tg_add_pool': (c_int, [c_void_p, *[c_int] * 7]),
     'tg_add_adaptive_pool': (c_int, [c_void_p, *[c_int] * 3]),
     'tg_add_place': (c_int, [c_void_p, *[c_int] * 6]),
@@ -196,7 +198,7 @@ class NativeRunner:
 
     def __init__(self, program: Program, isa: Optional[str] = None) -> None:
         library = _get()
-        self._ops = [_in_float32(op) for op in program.ops]  # to save the network
+        self._ops = [without_data(op) for op in program.ops]  # their weights are packed
         self._chosen_isa = isa
         self.isa = isa or instruction_sets()[0]
         self._network = _Handle(
@@ -206,7 +208,7 @@ class NativeRunner:
         self._plans: OrderedDict[Tuple[int, int], _Plan] = OrderedDict()
         self._lock = threading.Lock()
         self._channels = Counter({0: program.in_channels})  # by map
-        for op in self._ops:
+        for op in program.ops:
             _check(None, self._add(op) != 0)
             self._note_channels(op)
         self._num_native = [len(op.sources) if isinstance(op, ConcatOp) else 1 for op in program.ops]  # per operation
@@ -222,10 +224,11 @@ class NativeRunner:
             spec = _ConvSpec(
                 op.source, op.target, number(op.residual), number(op.gate_in), number(op.gate_out), c_in, c_out, kernel,
                 op.stride, op.dilation, op.padding, op.relu)
-            return library.tg_add_conv(network, spec, op.weight.data_ptr(), op.bias.data_ptr())
+            weight, bias = _floats(op.weight), _floats(op.bias)
+            return library.tg_add_conv(network, spec, weight.data_ptr(), bias.data_ptr())
         if isinstance(op, GateOp):
             (hidden, c_in), size = op.weight1.shape, len(op.weight2)
-            tensors = op.weight1, op.bias1, op.weight2, op.bias2
+            tensors = [_floats(tensor) for tensor in (op.weight1, op.bias1, op.weight2, op.bias2)]
             return library.tg_add_gate(
                 network, op.source, op.gate, c_in, hidden, size, *(tensor.data_ptr() for tensor in tensors))
         if isinstance(op, PoolOp):
@@ -263,8 +266,24 @@ class NativeRunner:
 
     @property
     def program(self) -> Program:
-        """The program that is run, with float32 tensors on the CPU."""
-        return Program(self._in_channels, self._ops, self._num_maps, self._num_gates)
+        """The program that is run, with float32 tensors on the CPU. Its weights are unpacked at each call."""
+        ops, index = [], 0
+        for op, count in zip(self._ops, self._num_native, strict=True):
+            ops.append(self._with_weights(op, index))
+            index += count
+        return Program(self._in_channels, ops, self._num_maps, self._num_gates)
+
+    def _with_weights(self, op: Op, index: int) -> Op:
+        tensors: Dict[str, Any] = {
+            name: torch.empty(value.shape, dtype=torch.float32, device='cpu')
+            for name, value in vars(op).items() if isinstance(value, torch.Tensor)}
+        if not tensors:
+            return op
+        names = ('weight1', 'bias1', 'weight2', 'bias2') if isinstance(op, GateOp) else ('weight', 'bias')
+        pointers = [tensors[name].data_ptr() for name in names]
+        _check(None, _get().tg_read_weights(
+            self._network.pointer, index, *pointers, *[None] * (4 - len(pointers))) != 0)
+        return replace(op, **tensors)
 
     def __deepcopy__(self, memo: Any) -> 'NativeRunner':
         return self  # immutable
@@ -332,12 +351,6 @@ class NativeRunner:
 
 def _restored(tensors: Dict[str, torch.Tensor], text: str, isa: Optional[str]) -> NativeRunner:
     return NativeRunner(decode(tensors, text).program, isa)
-
-
-def _in_float32(op: Op) -> Op:
-    tensors: Dict[str, Any] = {
-        name: _floats(value) for name, value in vars(op).items() if isinstance(value, torch.Tensor)}
-    return replace(op, **tensors)
 
 
 def _floats(tensor: torch.Tensor) -> torch.Tensor:
