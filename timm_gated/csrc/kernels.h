@@ -29,7 +29,7 @@ typedef struct {
     const float *const *rows;
     ptrdiff_t row_offset;
     int interleaved;      /* filters whose weights for one input share a cache line */
-    ptrdiff_t row_floats; /* of successive weights of a row or group of interleaved rows, used or not */
+    ptrdiff_t row_floats; /* weights of a row, or of a group of interleaved rows, including those of closed inputs */
     const ptrdiff_t *columns;
     int depth;
     const float *x;

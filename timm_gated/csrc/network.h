@@ -151,7 +151,7 @@ typedef struct {
     ptrdiff_t u_row;
 } blocking_t;
 
-#define MAX_WINOGRAD_ROWS 48
+#define MAX_WINOGRAD_ROWS 48 /* filters whose weights are transformed together */
 
 blocking_t winograd_blocking(
     const network_t *network, const op_t *op, const tiling_t *tiling, int num_inputs, int threads);

@@ -221,10 +221,10 @@ class NativeRunner:
 
         if isinstance(op, ConvOp):
             c_out, c_in, kernel = op.weight.shape[:3]
+            weight, bias = _floats(op.weight), _floats(op.bias)
             spec = _ConvSpec(
                 op.source, op.target, number(op.residual), number(op.gate_in), number(op.gate_out), c_in, c_out, kernel,
                 op.stride, op.dilation, op.padding, op.relu)
-            weight, bias = _floats(op.weight), _floats(op.bias)
             return library.tg_add_conv(network, spec, weight.data_ptr(), bias.data_ptr())
         if isinstance(op, GateOp):
             (hidden, c_in), size = op.weight1.shape, len(op.weight2)

@@ -10,8 +10,6 @@ __all__ = ['GraphWriter', 'Shape', 'check_opset', 'save_model']
 Shape = Sequence[Union[int, str]]  # a name stands for a dimension of any size
 
 _MOST_BYTES_SHARED = 64  # of constants that are compared with earlier ones
-
-
 _LEAST_OPSET = 13  # `Squeeze` and `Unsqueeze` take their axes as an input
 
 

@@ -13,8 +13,8 @@ Format, version 1. Integers are int64, weights float32, and -1 stands for none. 
                  [out]; `weight1`, `bias1`, `weight2` and `bias2` of a gate, [hidden, in], [hidden], [out, hidden] and
                  [out]; `sources` of a concatenation, the numbers of its maps, int64
 
-These are sufficient to run the program. A classifier is average pooling, a 1 x 1 convolution (unless the network has
-no classes) and an output, after a single output, of the features; the form is then 'map'. `__metadata__` has one entry,
+These are sufficient to run the program. A network with a classifier has two outputs: the features and, after average
+pooling and a 1 x 1 convolution (absent without classes), the logits; its form is 'map'. `__metadata__` has one entry,
 `timm_gated`: JSON with the layer `names` of all operations, and the `keys` of the outputs if they form a dict.
 """
 import json
