@@ -107,7 +107,8 @@ static int tile_panels(const network_t *network, const tiling_t *tiling) {
 }
 
 /* Floats of each point that Winograd's algorithm works on at a time: transformed inputs that fill the L2 cache, weights
- * and sums that fill a quarter of it. Half and twice as much of each was tried on Zen 4: slower, or equal up to noise. */
+ * and sums that fill a quarter of it. Half and twice as much of each was tried on Zen 4: slower or equal, up to noise.
+ */
 typedef struct {
     int inputs, weights, sums;
 } budget_t;
