@@ -194,12 +194,11 @@ def test_garbage_collection_in_any_order():
     gc.collect()
 
 
-def test_memory_is_kept_for_the_last_sizes_only():
+def test_outputs_do_not_depend_on_earlier_sizes():
     torch.manual_seed(0)
     fast = accelerate(shuffle(timm.create_model('gated_resnet20')).eval(), 'native')
     sizes = [(32, 32 + i) for i in range(6)]
     first = [fast(images(1, *size)) for size in sizes]
-    assert list(fast.runner._plans) == sizes[-native._MAX_PLANS:]
     for size, expected in zip(sizes, first, strict=True):
         assert torch.equal(fast(images(1, *size)), expected)
 

@@ -83,6 +83,23 @@ def test_large_image_through_the_backbone_of_pspnet():
     assert max(result['peaks'].values()) < 0.8 * GIGABYTE
 
 
+def run_many_sizes() -> int:
+    """Return by how much 36 more image sizes make the process grow after 4, which need about as much each."""
+    torch.manual_seed(0)
+    fast = accelerate(shuffle(timm.create_model('gated_resnet20')).eval(), 'native')
+    for width in range(320, 324):
+        fast(images(1, 320, width))
+    before = memory('VmRSS')
+    assert before > 0
+    for width in range(324, 360):
+        fast(images(1, 320, width))
+    return memory('VmRSS') - before
+
+
+def test_memory_is_kept_for_the_last_sizes_only():
+    assert in_own_process(run_many_sizes) < GIGABYTE / 20  # 1.8 GB if the memory of all sizes is kept
+
+
 def run_out_of_memory() -> str:
     """Return the message of the error, as exceptions of pytest cannot be pickled."""
     torch.manual_seed(0)

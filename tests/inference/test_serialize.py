@@ -3,32 +3,25 @@ import json
 import pickle
 import random
 import resource
-import struct
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List
 
 import mmseg_plugin  # noqa: F401  (before mmseg)
 
 # isort: split
 import pytest
-import timm
 import torch
-import torch.nn as nn
 from accelerated import images
 from effort import TIMES
 from forked import CONTEXT
 from hypothesis import assume, given
-from mmengine.config import Config
-from mmengine.registry import DefaultScope
-from mmseg.registry import MODELS
-from mmseg_small import write_config
 from mutations import mutate
-from nets import shuffle
 from programs import programs
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from saved_networks import NET, NETWORKS, SHALLOW, change_integers, file_of, make, segmentor
 from strategies import examples
 
 from timm_gated import accelerate, load_accelerated
@@ -39,21 +32,6 @@ from timm_gated.inference.serialize import COLUMNS, Network, decode, encode, sav
 from timm_gated.inference.sliced import SlicedRunner
 
 both = pytest.mark.parametrize('backend', ['native', 'torch'])
-SHALLOW = dict(layers=(1, 1, 1, 1))
-NETWORKS: List[Tuple[str, Dict[str, Any]]] = [
-    ('gated_resnet18', SHALLOW), ('gated_resnet50', dict(SHALLOW, num_classes=0, in_chans=1)), ('dgnet_resnet18', {}),
-    ('gated_resnet18', dict(SHALLOW, features_only=True)),
-    ('gated_resnet18', dict(SHALLOW, features_only=True, feature_cls='dict', out_indices=(1, 3))),
-    ('convnet_aig_resnet18', SHALLOW), ('convnet_aig_resnet20', {}), ('gated_resnet20', {}),
-    ('gated_resnet20', dict(features_only=True)), ('cifar_resnet20', {}), ('resnet26d', SHALLOW)]
-NET = dict(model_name='gated_resnet20', layers=(1, 1, 1), num_classes=3)
-
-
-def make(model_name: str = 'gated_resnet20', **kwargs: Any) -> nn.Module:
-    torch.manual_seed(0)
-    return shuffle(timm.create_model(model_name, **kwargs)).eval()
-
-
 def as_list(output: Any) -> List[torch.Tensor]:
     return [output] if isinstance(output, torch.Tensor) else list(getattr(output, 'values', lambda: output)())
 
@@ -86,15 +64,6 @@ def test_round_trip(name, kwargs, tmp_path):
     assert len(contents) == 1  # a file depends on the network only
 
 
-def segmentor(folder: Path) -> nn.Module:
-    config = Config.fromfile(write_config(folder))
-    torch.manual_seed(0)
-    with DefaultScope.overwrite_default_scope('mmseg'):
-        model = shuffle(MODELS.build(config.model))
-    model.eval()
-    return model
-
-
 @both
 def test_segmentor(tmp_path, backend):
     """The file of a backbone whose program includes the decode head is the complete segmentor."""
@@ -123,9 +92,9 @@ def test_random_programs(arguments):
         program = Program(*arguments)
     except ValueError:
         assume(False)
-    tensors, text = encode(Network(program))
+    tensors = encode(Network(program))
     data = save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
-    again = decode(load_tensors(data), text).program
+    again = decode(load_tensors(data)).program
     assert (again.in_channels, again.num_maps, again.num_gates) == arguments[:1] + arguments[2:]
     for op, expected in zip(again.ops, program.ops, strict=True):
         assert type(op) is type(expected)
@@ -223,8 +192,12 @@ def saved(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def metadata(data: bytes) -> Dict[str, str]:
-    return json.loads(data[8:8 + struct.unpack('<Q', data[:8])[0]])['__metadata__']
+def as_text(content: Any) -> torch.Tensor:
+    return torch.tensor(list(json.dumps(content).encode()), dtype=torch.uint8)
+
+
+def with_text(data: bytes, text: bytes) -> bytes:
+    return file_of({**load_tensors(data), 'text': torch.tensor(list(text), dtype=torch.uint8)})
 
 
 def row(tensors: Dict[str, torch.Tensor], name: str) -> int:
@@ -277,9 +250,10 @@ def set_network(index: int, value: int) -> Any:
 def test_wrong_content(change, message, tmp_path):
     path = tmp_path / 'model.tgn'
     data = saved(path)
-    tensors, text = load_tensors(data), json.loads(metadata(data)['timm_gated'])
+    tensors = load_tensors(data)
+    text = json.loads(bytes(tensors['text'].tolist()))
     change(tensors, text)
-    path.write_bytes(save_tensors(tensors, {'timm_gated': json.dumps(text)}))
+    path.write_bytes(file_of({**tensors, 'text': as_text(text)}))
     with pytest.raises(ValueError, match=message) as error:
         load_accelerated(path)
     assert str(error.value).startswith(f'{path} does not hold an accelerated network: ')
@@ -290,9 +264,12 @@ def test_wrong_content(change, message, tmp_path):
     (lambda data: data[:-1], 'does not hold.*(incomplete|Incomplete|covered|SafetensorError)'),
     (lambda data: pickle.dumps(print), 'does not hold'),
     (lambda data: save_tensors({'weight': torch.ones(2)}), 'was not saved by `save`'),
-    (lambda data: save_tensors(load_tensors(data), {'timm_gated': '['}), 'the names of its layers are not JSON'),
-    (lambda data: save_tensors(load_tensors(data), {'timm_gated': '[' * 10**5}), 'RecursionError'),
-    (lambda data: save_tensors(load_tensors(data), {'timm_gated': '3'}), 'one name per operation'),
+    (lambda data: save_tensors(load_tensors(data), {'timm_gated': 'x' * 100}), "checksum is [0-9a-f]{8}, not 'x{80}'"),
+    (lambda data: data[:-1] + bytes([data[-1] ^ 1]), 'it is damaged: the checksum is'),
+    (lambda data: with_text(data, b'['), 'the names of its layers are not JSON'),
+    (lambda data: with_text(data, b'\xff'), 'the names of its layers are not JSON'),
+    (lambda data: with_text(data, b'[' * 10**5), 'RecursionError'),
+    (lambda data: with_text(data, b'3'), 'one name per operation'),
 ])
 def test_other_files(content, message, tmp_path):
     path = tmp_path / 'model.tgn'
@@ -306,16 +283,6 @@ def test_files_that_cannot_be_opened(tmp_path):
     for path, error in ((tmp_path / 'none.tgn', FileNotFoundError), (tmp_path, IsADirectoryError)):
         with pytest.raises(error):
             load_accelerated(path)
-
-
-def change_integers(rng: random.Random, data: bytes) -> bytes:
-    """Change some integers of the operations."""
-    tensors, text = load_tensors(data), metadata(data)
-    values = (-2**63, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 64, 65, 1000, 2**20, 2**20 + 1, 2**31, 2**32, 2**63 - 1)
-    for _ in range(rng.choice((1, 1, 1, 2, 5))):
-        table = tensors[rng.choice(('operations', 'operations', 'operations', 'network'))].view(-1)
-        table[rng.randrange(len(table))] = rng.choice(values)
-    return save_tensors(tensors, text)
 
 
 def load_mutations(path: str, count: int) -> Counter:
@@ -350,5 +317,6 @@ def test_mutations(tmp_path):
     saved(path)
     with ProcessPoolExecutor(1, mp_context=CONTEXT) as pool:
         outcomes = pool.submit(load_mutations, str(path), count).result()
-    assert 0.5 * count < outcomes['refused'] < count, outcomes  # most mutations are damage, some are harmless
+    # Most mutations are damage, some are harmless. Half of them are programs with a correct checksum.
+    assert 0.5 * count < outcomes['refused'] < count, outcomes
     assert outcomes['same'] > 0, outcomes

@@ -1,6 +1,4 @@
-/* Construction of a network, operation by operation.
- *
- * Python validates programs; the checks here and in plan.c guard memory safety. */
+/* A network with its kernels, and the errors of all functions. operations.c adds the operations. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,14 +6,13 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "network.h"
+#include "model.h"
 
-static _Thread_local char message[256];
+static _Thread_local char message[512];
 
-/* Must be increased with any change of the functions called from Python. */
-API int tg_version(void) { return 7; }
+int tg_version(void) { return TG_VERSION; }
 
-API const char *tg_error(void) { return message; }
+const char *tg_error(void) { return message; }
 
 int fail(const char *format, ...) {
     va_list arguments;
@@ -47,6 +44,7 @@ static int runs_here(const kernels_t *kernels) {
 }
 
 static const kernels_t *find_kernels(const char *isa) {
+    isa = isa ? isa : tg_isa(0);
     for (int i = 0; i < NUM_KERNELS; i++)
         if (!strcmp(all_kernels[i]->name, isa) && runs_here(all_kernels[i]))
             return all_kernels[i];
@@ -54,16 +52,15 @@ static const kernels_t *find_kernels(const char *isa) {
     return NULL;
 }
 
-/* Name of the index-th available instruction set, fastest first; NULL after the last. */
-API const char *tg_isa(int index) {
+const char *tg_isa(int index) {
     for (int i = 0; i < NUM_KERNELS; i++)
         if (runs_here(all_kernels[i]) && index-- == 0)
             return all_kernels[i]->name;
     return NULL;
 }
 
-/* Half of the L2 cache in bytes, within reasonable bounds; of a small one if the system does not tell. */
-static ptrdiff_t half_of_cache(void) {
+/* Within reasonable bounds; of a small cache if the system does not tell. */
+ptrdiff_t half_of_cache(void) {
 #if defined(CACHE_BYTES) /* in tests: small blocks, so that most maps need several */
     return CACHE_BYTES / 2;
 #else
@@ -75,8 +72,7 @@ static ptrdiff_t half_of_cache(void) {
 #endif
 }
 
-/* Measure the floating-point operations per second of one core, in GFLOP/s. */
-API int tg_fma_peak(const char *isa, double *gflops) {
+int tg_fma_peak(const char *isa, double *gflops) {
     const kernels_t *kernels = find_kernels(isa);
     if (!kernels)
         return -1;
@@ -92,7 +88,7 @@ API int tg_fma_peak(const char *isa, double *gflops) {
     return 0;
 }
 
-API void tg_network_free(network_t *network) {
+void network_free(network_t *network) {
     if (!network)
         return;
     for (int i = 0; i < network->num_ops; i++) {
@@ -100,16 +96,19 @@ API void tg_network_free(network_t *network) {
         float *owned[] = {op->weight, op->bias, op->weight2, op->bias2};
         for (size_t k = 0; k < sizeof owned / sizeof *owned; k++)
             release(owned[k]);
+        free(op->sources);
     }
     free(network->ops);
     free(network->gate_sizes);
     free(network);
 }
 
-API network_t *tg_network_new(const char *isa, int in_channels, int num_buffers, int num_gates) {
+network_t *network_new(const char *isa, int64_t in_channels, int64_t num_buffers, int64_t num_gates) {
     if (in_channels < 1 || in_channels > MAX_SIZE || num_buffers < 1 || num_buffers > MAX_SIZE || num_gates < 0
         || num_gates > MAX_SIZE) {
-        fail("invalid network: %d channels, %d buffers, %d gates", in_channels, num_buffers, num_gates);
+        fail(
+            "invalid network: %lld channels, %lld maps, %lld gates", (long long)in_channels, (long long)num_buffers,
+            (long long)num_gates);
         return NULL;
     }
     const kernels_t *kernels = find_kernels(isa);
@@ -125,122 +124,20 @@ API network_t *tg_network_new(const char *isa, int in_channels, int num_buffers,
     }
     network->kernels = kernels;
     network->block_floats = half_of_cache() / (ptrdiff_t)sizeof(float);
-    network->in_channels = in_channels;
-    network->num_buffers = num_buffers;
-    network->num_gates = num_gates;
+    network->in_channels = (int)in_channels;
+    network->num_buffers = (int)num_buffers;
+    network->num_gates = (int)num_gates;
     return network;
 }
 
-static op_t *add(network_t *network, kind_t kind, int in, int out) {
-    if (in < 0 || in >= network->num_buffers
-        || (kind != GATE && kind != OUTPUT && (out < 1 || out >= network->num_buffers || in == out))) {
-        fail("invalid operation from buffer %d to buffer %d of %d", in, out, network->num_buffers);
-        return NULL;
-    }
-    if (network->num_ops == network->capacity) {
-        int capacity = 2 * network->capacity + 16;
-        op_t *ops = realloc(network->ops, (size_t)capacity * sizeof *ops);
-        if (!ops) {
-            fail("out of memory");
-            return NULL;
-        }
-        network->ops = ops;
-        network->capacity = capacity;
-    }
-    op_t *op = &network->ops[network->num_ops];
-    *op = (op_t){.kind = kind, .in = in, .out = out, .residual = -1, .gate_in = -1, .gate_out = -1};
-    return op;
+int network_outputs(const network_t *network) {
+    int count = 0;
+    for (int i = 0; i < network->num_ops; i++)
+        count += network->ops[i].kind == OUTPUT;
+    return count;
 }
 
-static float *copy(const float *values, ptrdiff_t count) {
-    float *own = allocate((size_t)count * sizeof *own);
-    if (own)
-        memcpy(own, values, (size_t)count * sizeof *own);
-    return own;
-}
-
-static int out_of_range(int value, int low) { return value < low || value > MAX_SIZE; }
-
-/* Add a convolution with folded batch norm; weight is [c_out][c_in][kernel][kernel]. */
-API int tg_add_conv(network_t *network, const conv_spec_t *spec, const float *weight, const float *bias) {
-    if (out_of_range(spec->c_in, 1) || out_of_range(spec->c_out, 1) || out_of_range(spec->dilation, 1)
-        || out_of_range(spec->padding, 0) || spec->kernel < 1 || spec->kernel > 64 || spec->stride < 1
-        || spec->stride > 64 || (int64_t)spec->c_in * spec->kernel * spec->kernel > MAX_DEPTH || !weight || !bias)
-        return fail(
-            "invalid convolution: %d to %d channels, kernel %d, stride %d, dilation %d, padding %d", spec->c_in,
-            spec->c_out, spec->kernel, spec->stride, spec->dilation, spec->padding);
-    if (spec->residual < -1 || spec->residual >= network->num_buffers || spec->residual == spec->out)
-        return fail("invalid convolution: buffer %d with residual %d", spec->out, spec->residual);
-    int gates[] = {spec->gate_in, spec->gate_out}, sizes[] = {spec->c_in, spec->c_out};
-    for (int i = 0; i < 2; i++)
-        if (gates[i] < -1 || gates[i] >= network->num_gates
-            || (gates[i] >= 0 && network->gate_sizes[gates[i]] != sizes[i]))
-            return fail(
-                "invalid convolution: %d to %d channels with gates %d and %d", spec->c_in, spec->c_out, spec->gate_in,
-                spec->gate_out);
-    op_t *op = add(network, CONV, spec->in, spec->out);
-    if (!op)
-        return -1;
-    op->residual = spec->residual;
-    op->gate_in = spec->gate_in;
-    op->gate_out = spec->gate_out;
-    op->c_in = spec->c_in;
-    op->c_out = spec->c_out;
-    op->kernel = spec->kernel;
-    op->stride = spec->stride;
-    op->dilation = spec->dilation;
-    op->padding = spec->padding;
-    op->relu = spec->relu;
-    int taps = spec->kernel * spec->kernel;
-    packing_t to = packing(op);
-    op->weight = allocate((size_t)to.floats * sizeof *op->weight);
-    op->bias = copy(bias, spec->c_out);
-    network->num_ops++;
-    if (!op->weight || !op->bias)
-        return fail("out of memory");
-    for (int k = 0; k < op->c_out; k++)
-        for (int c = 0; c < op->c_in; c++)
-            for (int t = 0; t < taps; t++)
-                op->weight[row_offset(&to, k) + c * to.column + t * to.tap] = *weight++;
-    return 0;
-}
-
-/* Add a gate: pooling and two layers with folded batch norm; weights are [hidden][c_in] and [size][hidden]. */
-API int tg_add_gate(
-    network_t *network, int in, int gate, int c_in, int hidden, int size, const float *weight, const float *bias,
-    const float *weight2, const float *bias2) {
-    if (gate < 0 || gate >= network->num_gates || network->gate_sizes[gate])
-        return fail("invalid gate: %d of %d, or defined twice", gate, network->num_gates);
-    if (out_of_range(c_in, 1) || out_of_range(hidden, 1) || out_of_range(size, 1) || !weight || !bias || !weight2
-        || !bias2)
-        return fail("invalid gate: %d, %d and %d channels", c_in, hidden, size);
-    op_t *op = add(network, GATE, in, -1);
-    if (!op)
-        return -1;
-    op->gate_out = gate;
-    op->c_in = c_in;
-    op->c_out = size;
-    op->hidden = hidden;
-    op->weight = allocate((size_t)c_in * hidden * sizeof *op->weight);
-    op->weight2 = allocate((size_t)hidden * size * sizeof *op->weight2);
-    op->bias = copy(bias, hidden);
-    op->bias2 = copy(bias2, size);
-    network->num_ops++;
-    if (!op->weight || !op->weight2 || !op->bias || !op->bias2)
-        return fail("out of memory");
-    for (int h = 0; h < hidden; h++)
-        for (int c = 0; c < c_in; c++)
-            op->weight[(ptrdiff_t)c * hidden + h] = *weight++;
-    for (int k = 0; k < size; k++)
-        for (int h = 0; h < hidden; h++)
-            op->weight2[(ptrdiff_t)h * size + k] = *weight2++;
-    network->gate_sizes[gate] = size;
-    return 0;
-}
-
-/* Copy the weights of a convolution, or of a gate, in the layout in which they were added; a convolution has only the
- * first two. */
-API int tg_read_weights(const network_t *network, int index, float *weight, float *bias, float *weight2, float *bias2) {
+int network_weights(const network_t *network, int index, float *weight, float *bias, float *weight2, float *bias2) {
     const op_t *op = index >= 0 && index < network->num_ops ? &network->ops[index] : NULL;
     if (!op || (op->kind != CONV && op->kind != GATE))
         return fail("operation %d of %d has no weights", index, network->num_ops);
@@ -261,85 +158,5 @@ API int tg_read_weights(const network_t *network, int index, float *weight, floa
             *weight2++ = op->weight2[(ptrdiff_t)h * op->c_out + k];
     memcpy(bias, op->bias, (size_t)op->hidden * sizeof *bias);
     memcpy(bias2, op->bias2, (size_t)op->c_out * sizeof *bias2);
-    return 0;
-}
-
-/* Add max pooling, or average pooling that excludes the padding. */
-API int tg_add_pool(
-    network_t *network, int average, int in, int out, int kernel, int stride, int padding, int ceil_mode) {
-    if (kernel < 1 || kernel > 64 || stride < 1 || stride > 64 || padding < 0 || padding > kernel / 2)
-        return fail("invalid pooling: kernel %d, stride %d, padding %d", kernel, stride, padding);
-    op_t *op = add(network, average ? AVG_POOL : MAX_POOL, in, out);
-    if (!op)
-        return -1;
-    op->kernel = kernel;
-    op->stride = stride;
-    op->padding = padding;
-    op->dilation = 1;
-    op->ceil_mode = ceil_mode;
-    network->num_ops++;
-    return 0;
-}
-
-/* Add strided subsampling, with channels of zeros before and after. */
-API int tg_add_subsample(network_t *network, int in, int out, int stride, int before, int after) {
-    if (stride < 1 || stride > 64 || out_of_range(before, 0) || out_of_range(after, 0))
-        return fail("invalid subsampling: stride %d, %d channels before and %d after", stride, before, after);
-    op_t *op = add(network, SUBSAMPLE, in, out);
-    if (!op)
-        return -1;
-    op->kernel = op->dilation = 1;
-    op->stride = stride;
-    op->before = before;
-    op->after = after;
-    network->num_ops++;
-    return 0;
-}
-
-/* Average pooling to bins * bins pixels, like torch's adaptive pooling. */
-API int tg_add_adaptive_pool(network_t *network, int in, int out, int bins) {
-    if (bins < 1 || bins > 64)
-        return fail("invalid adaptive pooling: %d bins", bins);
-    op_t *op = add(network, ADAPTIVE_POOL, in, out);
-    if (!op)
-        return -1;
-    op->kernel = bins;
-    network->num_ops++;
-    return 0;
-}
-
-/* Resize a map bilinearly to the size of `like`, into channels from `before` on of a map of so many channels. */
-API int tg_add_place(network_t *network, int in, int out, int like, int before, int channels, int align_corners) {
-    if (like < 0 || like >= network->num_buffers || like == out || out_of_range(before, 0) || out_of_range(channels, 1))
-        return fail("invalid place: like buffer %d, channel %d of %d", like, before, channels);
-    op_t *op = add(network, PLACE, in, out);
-    if (!op)
-        return -1;
-    op->like = like;
-    op->before = before;
-    op->c_out = channels;
-    op->align_corners = align_corners;
-    network->num_ops++;
-    return 0;
-}
-
-/* Add a skip: if the gate is closed, omit the next convolutions and output the ReLU of their shortcut. */
-API int tg_add_skip(network_t *network, int in, int out, int gate, int count) {
-    if (gate < 0 || gate >= network->num_gates || network->gate_sizes[gate] != 1 || out_of_range(count, 1))
-        return fail("invalid skip of %d operations with gate %d", count, gate);
-    op_t *op = add(network, SKIP, in, out);
-    if (!op)
-        return -1;
-    op->gate_out = gate;
-    op->count = count;
-    network->num_ops++;
-    return 0;
-}
-
-/* Add an output. */
-API int tg_add_output(network_t *network, int in) {
-    if (!add(network, OUTPUT, in, -1))
-        return -1;
-    network->num_ops++;
     return 0;
 }

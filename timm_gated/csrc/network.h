@@ -1,23 +1,19 @@
 /* A gated network, and how it is run:
  *
- *     network_t    operations with packed weights; made once, by tg_network_new and tg_add_*   network.c
- *     plan_t       shapes, algorithms and sizes of memory for one image size; tg_plan_new      plan.c
- *     workspace_t  memory and threads for one call at a time; tg_workspace_new                 workspace.c, threads.c
- *     tg_run       runs a batch in a workspace                                                 run.c, run_*.c, panels.c
+ *     tg_model     a network with its plans and workspaces; what callers see (timm_gated.h)    model.c, load.c
+ *     network_t    operations with packed weights; made once, operation by operation          network.c, operations.c
+ *     plan_t       shapes, algorithms and sizes of memory for one image size                   plan.c
+ *     workspace_t  memory and threads for one call at a time                                   workspace.c, threads.c
+ *     run_batch    runs a batch in a workspace                                                 run.c, run_*.c, panels.c
  *
- * Kernels (kernels.h) do the arithmetic, once per instruction set. Python calls the tg_ functions; their signatures are
- * in inference/native.py, and tg_version must change with them. */
+ * Kernels (kernels.h) do the arithmetic, once per instruction set. Python and the loader of files create networks with
+ * tg_model_new and tg_model_add, whose signatures are also in inference/native.py. */
 #ifndef TIMM_GATED_NETWORK_H
 #define TIMM_GATED_NETWORK_H
 
 #include "kernels.h"
 #include "threads.h"
-
-#if defined(_WIN32)
-#define API __declspec(dllexport)
-#else
-#define API __attribute__((visibility("default")))
-#endif
+#include "timm_gated.h"
 
 /* Convolutions work on blocks of their input: at most BLOCK_DEPTH inputs (channels times taps), whose products are
  * added up, and as many panels of them as fit into half of the L2 cache. */
@@ -40,17 +36,45 @@ INLINE size_t times(size_t count, size_t size) {
     return !size || count < MAX_MEMORY / size ? count * size : MAX_MEMORY;
 }
 
-typedef enum { CONV, MAX_POOL, AVG_POOL, ADAPTIVE_POOL, SUBSAMPLE, PLACE, GATE, SKIP, OUTPUT } kind_t;
+/* Kinds of operations, and columns of the rows that describe them; KINDS and COLUMNS of inference/serialize.py. */
+typedef enum { CONV, GATE, POOL, ADAPTIVE_POOL, CONCAT, SUBSAMPLE, SKIP, OUTPUT, NUM_KINDS } kind_t;
+typedef enum {
+    KIND,
+    SOURCE,
+    TARGET,
+    RESIDUAL,
+    GATE_DEFINED, /* by a gate, or that decides about a skip */
+    GATE_IN,
+    GATE_OUT,
+    KERNEL,
+    STRIDE,
+    DILATION,
+    PADDING,
+    RELU,
+    AVERAGE,
+    CEIL_MODE,
+    BINS,
+    ALIGN_CORNERS,
+    BEFORE,
+    AFTER,
+    COUNT,
+    MACS,
+    NUM_COLUMNS
+} column_t;
 
-/* A convolution as the caller describes it; _ConvSpec in inference/native.py has the same fields. Buffers and gates
- * that do not apply are -1. */
+typedef enum { INT64, FLOAT32, UINT8 } type_t; /* _TYPES in inference/native.py */
+
+/* A tensor of an operation, in the layout of a file; _Tensor in inference/native.py has the same fields. */
 typedef struct {
-    int in, out, residual;
-    int gate_in, gate_out;
-    int c_in, c_out;
-    int kernel, stride, dilation, padding;
-    int relu;
-} conv_spec_t;
+    const void *data;
+    type_t type;
+    int num_dims;
+    int64_t shape[4];
+} tensor_t;
+
+/* The tensors of an operation: of a convolution weight and bias, of a gate those of both layers, of a concatenation its
+ * sources. */
+#define MAX_TENSORS 4
 
 typedef struct {
     kind_t kind;
@@ -60,9 +84,10 @@ typedef struct {
     int c_in, c_out;
     int kernel, stride, dilation, padding;
     int relu;
-    int ceil_mode;          /* pooling */
+    int average, ceil_mode; /* pooling */
     int before, after;      /* subsampling: channels of zeros */
-    int like;               /* buffer whose size a placed map is resized to */
+    int *sources;           /* concatenation: buffers, resized to the size of the first */
+    int num_sources;
     int align_corners;      /* of that resizing */
     int hidden;             /* width of the hidden layer of a gate */
     float *weight, *bias;   /* convolution: packed; gate: first layer, [c_in][hidden] */
@@ -127,6 +152,7 @@ typedef enum { POINTWISE, DIRECT, WINOGRAD } algorithm_t;
 
 typedef struct {
     shape_t in, out;
+    shape_t *sources; /* of a concatenation */
     algorithm_t algorithm;
     /* Direct: the padded input is split into stride * stride phases, so that every tap reads contiguous pixels. The
      * rows of phases are `pitch` wide. */
@@ -198,6 +224,44 @@ typedef struct {
     void *memory;
     size_t bytes; /* size of memory */
 } workspace_t;
+
+/* Half of the L2 cache, in bytes. */
+ptrdiff_t half_of_cache(void);
+
+network_t *network_new(const char *isa, int64_t in_channels, int64_t num_buffers, int64_t num_gates);
+void network_free(network_t *network);
+int network_outputs(const network_t *network);
+
+/* Add an operation: the row that describes it, and its tensors, which are copied. */
+int network_add(network_t *network, const int64_t row[NUM_COLUMNS], const tensor_t tensors[MAX_TENSORS]);
+
+/* Copy the weights of a convolution or a gate, in the layout of a file; a convolution has only the first two. */
+int network_weights(const network_t *network, int index, float *weight, float *bias, float *weight2, float *bias2);
+
+/* Not for two calls with the same network at once. */
+plan_t *plan_new(network_t *network, int height, int width);
+void plan_free(plan_t *plan);
+
+/* Channels, height and width of an output; 0 if there are fewer outputs. */
+int plan_output(const plan_t *plan, int index, int size[3]);
+
+/* Name of the algorithm of an operation, or NULL if the operation is not a convolution. */
+const char *plan_algorithm(const plan_t *plan, int op);
+
+/* Memory to run a plan. Concurrent calls need a workspace each. */
+workspace_t *workspace_new(const plan_t *plan, int num_samples, int num_threads);
+void workspace_free(workspace_t *workspace);
+
+/* Images to run and where to store the results. */
+typedef struct {
+    const float *images; /* [count][channels][height][width] */
+    int64_t count;
+    float *const *outputs; /* [outputs][count][channels][height][width]; NULL: not wanted */
+    int32_t *num_open;     /* open channels, [count][gates], or NULL */
+    double *milliseconds;  /* per operation, to add to, or NULL; complete for a single image */
+} batch_t;
+
+void run_batch(workspace_t *workspace, const batch_t *batch);
 
 /* Store an error message for tg_error and return -1. */
 int fail(const char *format, ...);

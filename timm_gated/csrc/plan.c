@@ -223,10 +223,11 @@ static int plan_conv(plan_t *plan, op_t *op, step_t *step) {
     return size ? plan_winograd(plan, op, step, size) : plan_direct(plan, op, step);
 }
 
-API void tg_plan_free(plan_t *plan) {
+void plan_free(plan_t *plan) {
     if (!plan)
         return;
     for (int i = 0; i < plan->num_steps; i++) { /* the network may have been freed already */
+        free(plan->steps[i].sources);
         free(plan->steps[i].tap_offsets);
         free(plan->steps[i].pieces);
     }
@@ -243,8 +244,29 @@ typedef struct {
 
 /* Whether an operation reads its input in panels, not in planes that are copied from them. */
 static int reads_panels(const op_t *op) {
-    return op->kind == GATE || op->kind == SKIP || op->kind == PLACE
+    return op->kind == GATE || op->kind == SKIP || op->kind == CONCAT
         || (op->kind == CONV && op->kernel == 1 && op->stride == 1 && op->padding == 0);
+}
+
+static int plan_concat(plan_t *plan, walk_t *walk, const op_t *op, step_t *step) {
+    shape_t *out = &step->out;
+    step->sources = malloc((size_t)op->num_sources * sizeof *step->sources);
+    if (!step->sources)
+        return fail("out of memory");
+    out->channels = 0;
+    for (int i = 0; i < op->num_sources; i++) {
+        const int buffer = op->sources[i];
+        const shape_t *in = &walk->shapes[buffer];
+        if (!in->channels || walk->gates[buffer] != -1)
+            return fail("buffer %d is concatenated, but it was not written, or under a gate", buffer);
+        plan->packs_image |= buffer == 0;
+        at_least(&plan->thread_floats, times((size_t)in->height, (size_t)out->width)); /* resized along rows */
+        step->sources[i] = *in;
+        if (in->channels > MAX_SIZE - out->channels)
+            return fail("a map of more than %d channels", MAX_SIZE);
+        out->channels += in->channels;
+    }
+    return 0;
 }
 
 static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
@@ -264,15 +286,9 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
         return 0;
 
     shape_t *out = &step->out;
-    if (op->kind == PLACE) {
-        const shape_t *like = &walk->shapes[op->like];
-        if (!like->channels || op->before > op->c_out - in->channels)
-            return fail(
-                "a map of %d channels does not fit into %d from channel %d on, or has no size", in->channels, op->c_out,
-                op->before);
-        out->height = like->height;
-        out->width = like->width;
-        out->channels = op->c_out;
+    if (op->kind == CONCAT) {
+        if (plan_concat(plan, walk, op, step))
+            return -1;
     } else {
         out->height = op->kind == ADAPTIVE_POOL ? op->kernel : out_size(in->height, op);
         out->width = op->kind == ADAPTIVE_POOL ? op->kernel : out_size(in->width, op);
@@ -301,13 +317,11 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     walk->shapes[op->out] = *out;
     walk->gates[op->out] = op->kind == CONV ? op->gate_out : -1;
     at_least(&plan->buffer_floats[op->out], times((size_t)num_panels(out), (size_t)out->panel));
-    if (op->kind == MAX_POOL || op->kind == AVG_POOL) /* one row with its borders */
+    if (op->kind == POOL) /* one row with its borders */
         at_least(
             &plan->thread_floats, (size_t)max(pooled_columns(op, out->width), in->width + op->padding) + 2 * PANEL);
     if (op->kind == ADAPTIVE_POOL)
         at_least(&plan->thread_floats, in->width);
-    if (op->kind == PLACE) /* the rows of a map, resized along them */
-        at_least(&plan->thread_floats, times((size_t)in->height, (size_t)out->width));
     return op->kind == CONV ? plan_conv(plan, op, step) : 0;
 }
 
@@ -334,8 +348,7 @@ static void forget_skipped(walk_t *walk, const op_t *skip) {
             walk->shapes[skip[i].out].channels = 0;
 }
 
-/* Create a plan for one image size. Not thread-safe for the same network. */
-API plan_t *tg_plan_new(network_t *network, int height, int width) {
+plan_t *plan_new(network_t *network, int height, int width) {
     if (height < 1 || width < 1 || height > MAX_PIXELS / width) {
         fail("invalid image size: %d x %d", height, width);
         return NULL;
@@ -378,12 +391,11 @@ API plan_t *tg_plan_new(network_t *network, int height, int width) {
     free(walk.gates);
     if (!failed)
         return plan;
-    tg_plan_free(plan);
+    plan_free(plan);
     return NULL;
 }
 
-/* Get channels, height and width of the index-th output; returns 0 after the last. */
-API int tg_plan_output(const plan_t *plan, int index, int size[3]) {
+int plan_output(const plan_t *plan, int index, int size[3]) {
     for (int i = 0; i < plan->network->num_ops; i++)
         if (plan->network->ops[i].kind == OUTPUT && index-- == 0) {
             const shape_t *shape = &plan->steps[i].in;
@@ -395,8 +407,7 @@ API int tg_plan_output(const plan_t *plan, int index, int size[3]) {
     return 0;
 }
 
-/* Name of the algorithm of an operation, or NULL if the operation is not a convolution. */
-API const char *tg_plan_algorithm(const plan_t *plan, int op) {
+const char *plan_algorithm(const plan_t *plan, int op) {
     if (op < 0 || op >= plan->num_steps || plan->network->ops[op].kind != CONV)
         return NULL;
     const step_t *step = &plan->steps[op];

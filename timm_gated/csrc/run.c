@@ -73,9 +73,11 @@ static void pack_image(context_t *context, int channels) {
         }
 }
 
-static void run_sample(context_t *context, float *const *outputs, int32_t *num_open, int64_t index) {
+static void run_sample(context_t *context, const batch_t *batch, int64_t index) {
     const plan_t *plan = context->plan;
     const network_t *network = plan->network;
+    float *const *output = batch->outputs;
+    context->image = batch->images + index * network->in_channels * plan->height * plan->width;
     if (plan->packs_image) {
         pack_image(context, network->in_channels);
         meet(context);
@@ -87,11 +89,10 @@ static void run_sample(context_t *context, float *const *outputs, int32_t *num_o
         double begin = milliseconds ? now() : 0.;
         switch (op->kind) {
             case CONV: run_conv(context, op, step); break;
-            case MAX_POOL:
-            case AVG_POOL: run_pool(context, op, step); break;
+            case POOL: run_pool(context, op, step); break;
             case ADAPTIVE_POOL: run_adaptive_pool(context, op, step); break;
             case SUBSAMPLE: run_subsample(context, op, step); break;
-            case PLACE: run_place(context, op, step); break;
+            case CONCAT: run_concat(context, op, step); break;
             case GATE: run_gate(context, op, step); break;
             case SKIP:
                 if (!context->sample->num_open[op->gate_out]) {
@@ -100,74 +101,59 @@ static void run_sample(context_t *context, float *const *outputs, int32_t *num_o
                 }
                 break;
             case OUTPUT:
-                copy_out(context, op, step, *outputs + index * step->in.channels * step->in.height * step->in.width);
-                outputs++;
+                if (*output)
+                    copy_out(context, op, step, *output + index * step->in.channels * num_pixels(&step->in));
+                output++;
                 break;
+            case NUM_KINDS: break;
         }
         meet(context);
         if (milliseconds)
             *milliseconds += now() - begin;
     }
-    if (num_open && context->thread == 0)
+    if (batch->num_open && context->thread == 0)
         for (int g = 0; g < network->num_gates; g++)
-            num_open[index * network->num_gates + g] = context->sample->num_open[g];
+            batch->num_open[index * network->num_gates + g] = context->sample->num_open[g];
 }
 
 typedef struct {
     workspace_t *workspace;
-    const float *images;
-    int64_t count;
-    float *const *outputs;
-    int32_t *num_open;
-    double *milliseconds;
-    atomic_llong next; /* next sample to run */
-} batch_t;
+    const batch_t *batch;
+    atomic_llong next; /* sample to run */
+} job_argument_t;
 
 /* Each thread runs its own samples. All threads share the remaining ones. */
-static void run_batch(void *argument, int thread, int threads) {
-    batch_t *batch = argument;
-    workspace_t *workspace = batch->workspace;
-    const plan_t *plan = workspace->plan;
-    ptrdiff_t image = (ptrdiff_t)plan->network->in_channels * plan->height * plan->width;
+static void run_part(void *argument, int thread, int threads) {
+    job_argument_t *job = argument;
+    workspace_t *workspace = job->workspace;
+    const batch_t *batch = job->batch;
     int64_t alone = threads <= workspace->num_samples ? batch->count / threads * threads : 0;
-    context_t own = {plan, &workspace->samples[threads <= workspace->num_samples ? thread : 0],
-                     NULL, &workspace->threads[thread],
-                     0,    1,
-                     NULL, threads == 1 ? batch->milliseconds : NULL};
-    for (int64_t n; (n = atomic_fetch_add(&batch->next, 1)) < alone;) {
-        own.image = batch->images + n * image;
-        run_sample(&own, batch->outputs, batch->num_open, n);
-    }
+    context_t own = {
+        .plan = workspace->plan,
+        .sample = &workspace->samples[threads <= workspace->num_samples ? thread : 0],
+        .own = &workspace->threads[thread],
+        .threads = 1,
+        .milliseconds = threads == 1 ? batch->milliseconds : NULL,
+    };
+    for (int64_t n; (n = atomic_fetch_add(&job->next, 1)) < alone;)
+        run_sample(&own, batch, n);
     if (alone == batch->count)
         return;
-    context_t shared = {plan,
-                        &workspace->samples[0],
-                        NULL,
-                        &workspace->threads[thread],
-                        thread,
-                        threads,
-                        workspace->team,
-                        batch->milliseconds};
+    context_t shared = {
+        .plan = workspace->plan,
+        .sample = &workspace->samples[0],
+        .own = &workspace->threads[thread],
+        .thread = thread,
+        .threads = threads,
+        .team = workspace->team,
+        .milliseconds = batch->milliseconds,
+    };
     meet(&shared);
-    for (int64_t n = alone; n < batch->count; n++) {
-        shared.image = batch->images + n * image;
-        run_sample(&shared, batch->outputs, batch->num_open, n);
-    }
+    for (int64_t n = alone; n < batch->count; n++)
+        run_sample(&shared, batch, n);
 }
 
-/* Run images [count][channels][height][width]. Outputs have the same layout. If num_open is not NULL, it is set to the
- * number of open channels, [count][gates]. If milliseconds is not NULL, the times of the operations are added to it; a
- * batch of one image has all of them. */
-API int tg_run(
-    workspace_t *workspace, const float *images, int64_t count, float *const *outputs, int num_outputs,
-    int32_t *num_open, double *milliseconds) {
-    const network_t *network = workspace->plan->network;
-    int expected = 0;
-    for (int i = 0; i < network->num_ops; i++)
-        expected += network->ops[i].kind == OUTPUT;
-    if (!images || !outputs || count < 0 || num_outputs != expected)
-        return fail("invalid run: %lld images, %d outputs, expected %d", (long long)count, num_outputs, expected);
-    batch_t batch = {workspace, images, count, outputs, num_open, milliseconds, 0};
-    team_run(workspace->team, run_batch, &batch);
-    return 0;
+void run_batch(workspace_t *workspace, const batch_t *batch) {
+    job_argument_t job = {workspace, batch, 0};
+    team_run(workspace->team, run_part, &job);
 }

@@ -64,7 +64,7 @@ void run_winograd(context_t *context, const conv_t *conv);
 void run_conv(context_t *context, const op_t *op, const step_t *step);
 void run_pool(context_t *context, const op_t *op, const step_t *step);
 void run_adaptive_pool(context_t *context, const op_t *op, const step_t *step);
-void run_place(context_t *context, const op_t *op, const step_t *step);
+void run_concat(context_t *context, const op_t *op, const step_t *step);
 void run_subsample(context_t *context, const op_t *op, const step_t *step);
 
 #endif

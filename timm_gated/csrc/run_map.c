@@ -57,10 +57,10 @@ void run_pool(context_t *context, const op_t *op, const step_t *step) {
             const float *x = planes.first + j * planes.stride;
             float *y = line;
             for (int i = 0; i < out->height; i++, y += out->width)
-                if (op->kind == MAX_POOL)
-                    max_pool_row(kernels, op, in, i, x, columns, out->width, y);
-                else
+                if (op->average)
                     average_row(op, in, i, x, columns, out->width, y);
+                else
+                    max_pool_row(kernels, op, in, i, x, columns, out->width, y);
             write_plane(context, op->out, out, c + j, line);
         }
     }
@@ -131,22 +131,27 @@ static void resize(const op_t *op, const shape_t *in, const shape_t *out, const 
     }
 }
 
-void run_place(context_t *context, const op_t *op, const step_t *step) {
-    const shape_t *in = &step->in, *out = &step->out;
+/* Copy or resize a map into the channels of `out` from `before` on. */
+static void place(context_t *context, const op_t *op, int buffer, const shape_t *in, const shape_t *out, int before) {
     if (in->height == out->height && in->width == out->width) {
         range_t panels = part(context, num_panels(in));
         for (ptrdiff_t i = panels.begin; i < panels.end; i++)
             memcpy(
-                context->sample->buffers[op->out] + i * out->panel + op->before * PANEL,
-                context->sample->buffers[op->in] + i * in->panel, (size_t)in->channels * PANEL * sizeof(float));
+                context->sample->buffers[op->out] + i * out->panel + before * PANEL,
+                context->sample->buffers[buffer] + i * in->panel, (size_t)in->channels * PANEL * sizeof(float));
         return;
     }
     range_t channels = part(context, in->channels);
     for (ptrdiff_t c = channels.begin; c < channels.end; c++) {
-        planes_t planes = read_planes(context, op->in, in, c, 1, 0, num_pixels(in));
+        planes_t planes = read_planes(context, buffer, in, c, 1, 0, num_pixels(in));
         resize(op, in, out, planes.first, context->own->scratch, context->own->line);
-        write_plane(context, op->out, out, c + op->before, context->own->line);
+        write_plane(context, op->out, out, c + before, context->own->line);
     }
+}
+
+void run_concat(context_t *context, const op_t *op, const step_t *step) {
+    for (int i = 0, before = 0; i < op->num_sources; before += step->sources[i].channels, i++)
+        place(context, op, op->sources[i], &step->sources[i], &step->out, before);
 }
 
 void run_subsample(context_t *context, const op_t *op, const step_t *step) {

@@ -63,7 +63,7 @@ static size_t lay_out(workspace_t *workspace, char *memory) {
     return used;
 }
 
-API void tg_workspace_free(workspace_t *workspace) {
+void workspace_free(workspace_t *workspace) {
     if (!workspace)
         return;
 #if defined(__SANITIZE_ADDRESS__)
@@ -75,8 +75,7 @@ API void tg_workspace_free(workspace_t *workspace) {
     free(workspace);
 }
 
-/* Allocate memory to run a plan. Concurrent calls need a workspace each. */
-API workspace_t *tg_workspace_new(const plan_t *plan, int num_samples, int num_threads) {
+workspace_t *workspace_new(const plan_t *plan, int num_samples, int num_threads) {
     workspace_t *workspace = num_samples > 0 && num_threads > 0 ? calloc(1, sizeof *workspace) : NULL;
     size_t bytes = 0;
     if (workspace) {
@@ -92,7 +91,7 @@ API workspace_t *tg_workspace_new(const plan_t *plan, int num_samples, int num_t
                 return workspace;
         }
     }
-    tg_workspace_free(workspace);
+    workspace_free(workspace);
     fail(
         "out of memory: %zu bytes%s for %d samples on %d threads", bytes, bytes == MAX_MEMORY ? " or more" : "",
         num_samples, num_threads);

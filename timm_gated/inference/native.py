@@ -4,8 +4,6 @@ The kernels (`timm_gated/csrc`) are plain C, built with the package and called t
 filters and read them from weights that are packed once.
 """
 import ctypes
-import threading
-from collections import Counter, OrderedDict
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_void_p
 from dataclasses import replace
 from typing import Any, Dict, List, Optional, Tuple
@@ -13,59 +11,43 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 
 from .cost import without_data
-from .program import (
-    AdaptivePoolOp,
-    ConcatOp,
-    ConvOp,
-    GateOp,
-    Op,
-    OutputOp,
-    PoolOp,
-    Program,
-    SkipOp,
-    SubsampleOp,
-    check_images,
-)
-from .serialize import Network, decode, encode
+from .program import Op, OutputOp, Program, check_images
+from .serialize import Network, decode, encode, tensor_names
 
 __all__ = ['NativeRunner', 'fma_peak', 'instruction_sets', 'why_not']
 
-_MAX_PLANS = 4  # image sizes to keep memory for, most recently used
 _MAX_PIXELS = 2 ** 26  # per image (csrc/plan.c)
-_VERSION = 7  # must equal tg_version()
+_VERSION = 8  # must equal TG_VERSION (csrc/timm_gated.h)
 
 
-class _ConvSpec(ctypes.Structure):
-    """`conv_spec_t` (csrc/network.h)."""
-    _fields_ = [(name, c_int) for name in (
-        'source', 'target', 'residual', 'gate_in', 'gate_out', 'c_in', 'c_out', 'kernel', 'stride', 'dilation',
-        'padding', 'relu')]
+class _Tensor(ctypes.Structure):
+    """`tensor_t` (csrc/network.h)."""
+    _fields_ = [('data', c_void_p), ('type', c_int), ('num_dims', c_int), ('shape', c_int64 * 4)]
 
 
+class _Batch(ctypes.Structure):
+    """`batch_t` (csrc/network.h)."""
+    _fields_ = [
+        ('images', c_void_p), ('count', c_int64), ('outputs', POINTER(c_void_p)), ('num_open', c_void_p),
+        ('milliseconds', c_void_p)]
+
+
+# csrc/timm_gated.h and csrc/model.h
 _SIGNATURES: Dict[str, Tuple[Any, List[Any]]] = {
     'tg_version': (c_int, []),
     'tg_error': (c_char_p, []),
     'tg_isa': (c_char_p, [c_int]),
     'tg_fma_peak': (c_int, [c_char_p, POINTER(c_double)]),
-    'tg_network_new': (c_void_p, [c_char_p, c_int, c_int, c_int]),
-    'tg_network_free': (None, [c_void_p]),
-    'tg_add_conv': (c_int, [c_void_p, POINTER(_ConvSpec), c_void_p, c_void_p]),
-    'tg_add_gate': (c_int, [c_void_p, *[c_int] * 5, *[c_void_p] * 4]),
-    'tg_read_weights': (c_int, [c_void_p, c_int, *[c_void_p] * 4]),
-    'tg_add_pool': (c_int, [c_void_p, *[c_int] * 7]),
-    'tg_add_adaptive_pool': (c_int, [c_void_p, *[c_int] * 3]),
-    'tg_add_place': (c_int, [c_void_p, *[c_int] * 6]),
-    'tg_add_subsample': (c_int, [c_void_p, *[c_int] * 5]),
-    'tg_add_skip': (c_int, [c_void_p, *[c_int] * 4]),
-    'tg_add_output': (c_int, [c_void_p, c_int]),
-    'tg_plan_new': (c_void_p, [c_void_p, c_int, c_int]),
-    'tg_plan_free': (None, [c_void_p]),
-    'tg_plan_algorithm': (c_char_p, [c_void_p, c_int]),
-    'tg_plan_output': (c_int, [c_void_p, c_int, POINTER(c_int)]),
-    'tg_workspace_new': (c_void_p, [c_void_p, c_int, c_int]),
-    'tg_workspace_free': (None, [c_void_p]),
-    'tg_run': (c_int, [c_void_p, c_void_p, c_int64, POINTER(c_void_p), c_int, c_void_p, c_void_p]),
+    'tg_free': (None, [c_void_p]),
+    'tg_output_size': (c_int, [c_void_p, c_int, c_int, c_int, POINTER(c_int)]),
+    'tg_model_new': (c_void_p, [c_char_p, c_int64, c_int64, c_int64]),
+    'tg_model_add': (c_int, [c_void_p, POINTER(c_int64), POINTER(_Tensor)]),
+    'tg_model_weights': (c_int, [c_void_p, c_int, *[c_void_p] * 4]),
+    'tg_model_run': (c_int, [c_void_p, POINTER(_Batch), c_int, c_int, c_int]),
+    'tg_model_algorithm': (c_char_p, [c_void_p, c_int, c_int, c_int]),
 }
+_MAX_TENSORS = 4  # of an operation (csrc/network.h)
+_TYPES = (torch.int64, torch.float32, torch.uint8)  # `type_t` (csrc/network.h)
 
 
 def _load() -> Tuple[Optional[ctypes.CDLL], str]:
@@ -126,63 +108,25 @@ def _check(result: Any, failed: bool) -> Any:
     return result
 
 
-class _Handle:
-    """Owns an object of the library and keeps the objects that it refers to alive."""
+class _Model:
+    """A model of the library."""
 
-    def __init__(self, pointer: Optional[int], free: Any, *keep: Any) -> None:
-        self.pointer = _check(pointer, not pointer)
-        self._free = free
-        self._keep = keep
+    def __init__(self, isa: str, program: Program) -> None:
+        library = _get()
+        self.pointer = library.tg_model_new(isa.encode(), program.in_channels, program.num_maps, program.num_gates)
+        _check(None, not self.pointer)
+        tensors = encode(Network(program))
+        for index, row in enumerate(tensors['operations']):
+            described = (_Tensor * _MAX_TENSORS)()
+            own = [_contiguous(tensors[name]) for name in tensor_names(index, program.ops[index])]
+            for place, tensor in zip(described, own, strict=False):
+                place.data, place.type, place.num_dims = tensor.data_ptr(), _TYPES.index(tensor.dtype), tensor.ndim
+                place.shape[:tensor.ndim] = tensor.shape
+            _check(None, library.tg_model_add(self.pointer, (c_int64 * len(row))(*row.tolist()), described) != 0)
 
     def __del__(self) -> None:
         if getattr(self, 'pointer', None):
-            self._free(self.pointer)
-
-
-class _Plan:
-    """A program for one image size, and its memory."""
-
-    def __init__(self, network: _Handle, height: int, width: int) -> None:
-        library = _get()
-        self.handle = _Handle(library.tg_plan_new(network.pointer, height, width), library.tg_plan_free, network)
-        self.outputs: List[Tuple[int, ...]] = []
-        size = (c_int * 3)()
-        while library.tg_plan_output(self.handle.pointer, len(self.outputs), size):
-            self.outputs.append(tuple(size))
-        self._idle: Dict[int, List[Tuple[int, _Handle]]] = {}  # by number of threads: samples at a time, memory
-
-    def run(
-            self,
-            images: torch.Tensor,
-            threads: int,
-            num_open: Optional[torch.Tensor],
-            milliseconds: Optional[torch.Tensor] = None,
-    ) -> List[torch.Tensor]:
-        library = _get()
-        count = images.shape[0]
-        if count == 0:
-            return self._results(0)
-        # Reuse the memory of an earlier call. Concurrent calls have their own.
-        idle = self._idle.setdefault(threads, [])
-        try:
-            samples, workspace = idle.pop()
-        except IndexError:
-            samples = 0
-        if samples < min(count, threads):
-            samples = min(count, threads)
-            workspace = _Handle(
-                library.tg_workspace_new(self.handle.pointer, samples, threads), library.tg_workspace_free, self.handle)
-        results = self._results(count)
-        pointers = (c_void_p * len(results))(*(result.data_ptr() for result in results))
-        status = library.tg_run(
-            workspace.pointer, images.data_ptr(), count, pointers, len(results),
-            *(None if tensor is None else tensor.data_ptr() for tensor in (num_open, milliseconds)))
-        idle.append((samples, workspace))
-        _check(None, status != 0)
-        return results
-
-    def _results(self, count: int) -> List[torch.Tensor]:
-        return [torch.empty(count, *size, dtype=torch.float32, device='cpu') for size in self.outputs]
+            _get().tg_free(self.pointer)
 
 
 class NativeRunner:
@@ -194,83 +138,23 @@ class NativeRunner:
 
     Attributes:
         isa: Instruction set.
+        last_size: Height and width of the images of the last call.
     """
 
     def __init__(self, program: Program, isa: Optional[str] = None) -> None:
-        library = _get()
+        _get()
         self._ops = [without_data(op) for op in program.ops]  # their weights are packed
+        self._in_channels, self._num_maps, self._num_gates = program.in_channels, program.num_maps, program.num_gates
         self._chosen_isa = isa
         self.isa = isa or instruction_sets()[0]
-        self._network = _Handle(
-            library.tg_network_new(self.isa.encode(), program.in_channels, program.num_maps, program.num_gates),
-            library.tg_network_free)
-        self._in_channels, self._num_maps, self._num_gates = program.in_channels, program.num_maps, program.num_gates
-        self._plans: OrderedDict[Tuple[int, int], _Plan] = OrderedDict()
-        self._lock = threading.Lock()
-        self._channels = Counter({0: program.in_channels})  # by map
-        for op in program.ops:
-            _check(None, self._add(op) != 0)
-            self._note_channels(op)
-        self._num_native = [len(op.sources) if isinstance(op, ConcatOp) else 1 for op in program.ops]  # per operation
-
-    def _add(self, op: Op) -> int:
-        library, network = _get(), self._network.pointer
-
-        def number(value: Optional[int]) -> int:
-            return -1 if value is None else value
-
-        if isinstance(op, ConvOp):
-            c_out, c_in, kernel = op.weight.shape[:3]
-            weight, bias = _floats(op.weight), _floats(op.bias)
-            spec = _ConvSpec(
-                op.source, op.target, number(op.residual), number(op.gate_in), number(op.gate_out), c_in, c_out, kernel,
-                op.stride, op.dilation, op.padding, op.relu)
-            return library.tg_add_conv(network, spec, weight.data_ptr(), bias.data_ptr())
-        if isinstance(op, GateOp):
-            (hidden, c_in), size = op.weight1.shape, len(op.weight2)
-            tensors = [_floats(tensor) for tensor in (op.weight1, op.bias1, op.weight2, op.bias2)]
-            return library.tg_add_gate(
-                network, op.source, op.gate, c_in, hidden, size, *(tensor.data_ptr() for tensor in tensors))
-        if isinstance(op, PoolOp):
-            return library.tg_add_pool(
-                network, op.average, op.source, op.target, op.kernel, op.stride, op.padding, op.ceil_mode)
-        if isinstance(op, AdaptivePoolOp):
-            return library.tg_add_adaptive_pool(network, op.source, op.target, op.bins)
-        if isinstance(op, ConcatOp):
-            return self._add_concat(op)
-        if isinstance(op, SubsampleOp):
-            return library.tg_add_subsample(network, op.source, op.target, op.stride, op.before, op.after)
-        if isinstance(op, SkipOp):
-            return library.tg_add_skip(network, op.source, op.target, op.gate, op.count)
-        assert isinstance(op, OutputOp)
-        return library.tg_add_output(network, op.source)
-
-    def _note_channels(self, op: Op) -> None:
-        if isinstance(op, ConvOp):
-            self._channels[op.target] = len(op.weight)
-        elif isinstance(op, ConcatOp):
-            self._channels[op.target] = sum(self._channels[source] for source in op.sources)
-        elif isinstance(op, SubsampleOp):
-            self._channels[op.target] = self._channels[op.source] + op.before + op.after
-        elif isinstance(op, (PoolOp, AdaptivePoolOp)):
-            self._channels[op.target] = self._channels[op.source]
-
-    def _add_concat(self, op: ConcatOp) -> int:
-        total = sum(self._channels[source] for source in op.sources)
-        before = status = 0
-        for source in op.sources:
-            status = status or _get().tg_add_place(
-                self._network.pointer, source, op.target, op.sources[0], before, total, op.align_corners)
-            before += self._channels[source]
-        return status
+        self.last_size: Optional[Tuple[int, int]] = None
+        self._num_outputs = sum(isinstance(op, OutputOp) for op in program.ops)
+        self._model = _Model(self.isa, program)
 
     @property
     def program(self) -> Program:
         """The program that is run, with float32 tensors on the CPU. Its weights are unpacked at each call."""
-        ops, index = [], 0
-        for op, count in zip(self._ops, self._num_native, strict=True):
-            ops.append(self._with_weights(op, index))
-            index += count
+        ops = [self._with_weights(op, index) for index, op in enumerate(self._ops)]
         return Program(self._in_channels, ops, self._num_maps, self._num_gates)
 
     def _with_weights(self, op: Op, index: int) -> Op:
@@ -279,17 +163,15 @@ class NativeRunner:
             for name, value in vars(op).items() if isinstance(value, torch.Tensor)}
         if not tensors:
             return op
-        names = ('weight1', 'bias1', 'weight2', 'bias2') if isinstance(op, GateOp) else ('weight', 'bias')
-        pointers = [tensors[name].data_ptr() for name in names]
-        _check(None, _get().tg_read_weights(
-            self._network.pointer, index, *pointers, *[None] * (4 - len(pointers))) != 0)
+        pointers = [tensor.data_ptr() for tensor in tensors.values()]
+        _check(None, _get().tg_model_weights(self._model.pointer, index, *pointers, *[None] * (4 - len(pointers))) != 0)
         return replace(op, **tensors)
 
     def __deepcopy__(self, memo: Any) -> 'NativeRunner':
         return self  # immutable
 
     def __reduce__(self) -> Any:
-        return _restored, (*encode(Network(self.program)), self._chosen_isa)  # packed for the machine that loads it
+        return _restored, (encode(Network(self.program)), self._chosen_isa)  # packed for the machine that loads it
 
     @torch.compiler.disable
     def __call__(self, images: torch.Tensor, num_open: Optional[torch.Tensor] = None) -> List[torch.Tensor]:
@@ -308,15 +190,29 @@ class NativeRunner:
         height, width = images.shape[2:]
         if height * width > _MAX_PIXELS:
             raise ValueError(f'the native backend takes images of up to {_MAX_PIXELS} pixels, got {height} x {width}.')
-        dtype = images.dtype
-        images = _floats(images)
-        results = self._plan(height, width).run(images, torch.get_num_threads(), num_open)
-        return [result.to(dtype) for result in results]
+        results = self._run(_floats(images), num_open)
+        self.last_size = height, width
+        return [result.to(images.dtype) for result in results]
 
-    @property
-    def last_size(self) -> Optional[Tuple[int, int]]:
-        """Height and width of the images of the last call."""
-        return next(reversed(self._plans), None)
+    def _run(
+            self,
+            images: torch.Tensor,
+            num_open: Optional[torch.Tensor] = None,
+            milliseconds: Optional[torch.Tensor] = None,
+    ) -> List[torch.Tensor]:
+        library, model = _get(), self._model.pointer
+        count, _, height, width = images.shape
+        results = []
+        size = (c_int * 3)()
+        for index in range(self._num_outputs):
+            _check(None, library.tg_output_size(model, index, height, width, size) != 0)
+            results.append(torch.empty(count, *size, dtype=torch.float32, device='cpu'))
+        pointers = (c_void_p * len(results))(*(result.data_ptr() for result in results))
+        batch = _Batch(
+            images.data_ptr(), count, pointers,
+            *(None if tensor is None else tensor.data_ptr() for tensor in (num_open, milliseconds)))
+        _check(None, library.tg_model_run(model, batch, height, width, torch.get_num_threads()) != 0)
+        return results
 
     def profile(self, image: torch.Tensor, num_open: torch.Tensor, runs: int) -> List[Tuple[str, float]]:
         """Time the operations of the program.
@@ -329,30 +225,27 @@ class NativeRunner:
         Returns:
             Algorithm of each operation, empty if it is not a convolution, and its median time in milliseconds.
         """
-        self(image, num_open)
-        plan = self._plan(*image.shape[2:])
-        times = torch.zeros(runs, sum(self._num_native), dtype=torch.float64)
+        images = _floats(image)
+        self._run(images, num_open)
+        times = torch.zeros(runs, len(self._ops), dtype=torch.float64)
         for row in times:
-            plan.run(_floats(image), torch.get_num_threads(), num_open, row)
-        medians = [part.sum() for part in times.median(0).values.split(self._num_native)]
+            self._run(images, num_open, row)
+        height, width = image.shape[2:]
         algorithms = [
-            _get().tg_plan_algorithm(plan.handle.pointer, index) or b'' for index in range(times.shape[1])]
-        first = [sum(self._num_native[:index]) for index in range(len(self._num_native))]
-        return [(algorithms[at].decode(), float(ms)) for at, ms in zip(first, medians, strict=True)]
-
-    def _plan(self, height: int, width: int) -> _Plan:
-        with self._lock:
-            plan = self._plans.pop((height, width), None) or _Plan(self._network, height, width)
-            self._plans[height, width] = plan
-            if len(self._plans) > _MAX_PLANS:
-                self._plans.popitem(last=False)
-        return plan
+            _check(name, name is None).decode() for name in (
+                _get().tg_model_algorithm(self._model.pointer, height, width, index)
+                for index in range(len(self._ops)))]
+        return list(zip(algorithms, times.median(0).values.tolist(), strict=True))
 
 
-def _restored(tensors: Dict[str, torch.Tensor], text: str, isa: Optional[str]) -> NativeRunner:
-    return NativeRunner(decode(tensors, text).program, isa)
+def _restored(tensors: Dict[str, torch.Tensor], isa: Optional[str]) -> NativeRunner:
+    return NativeRunner(decode(tensors).program, isa)
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().resolve_neg()
 
 
 def _floats(tensor: torch.Tensor) -> torch.Tensor:
     """Convert to a contiguous float32 tensor on the CPU."""
-    return tensor.detach().to('cpu', torch.float32).contiguous().resolve_neg()
+    return _contiguous(tensor.to('cpu', torch.float32))

@@ -9,21 +9,27 @@ Format, version 1. Integers are int64, weights float32, and -1 stands for none. 
                  operations at the end that are the classifier, 0 without one; form of the output, an index of FORMS
     operations   [operations, 20]: one row per operation, in execution order. COLUMNS lists the columns: the index in
                  KINDS, then the attributes of the operation. Columns that its class does not have are -1.
+    text         [bytes], uint8: JSON with the layer `names` of all operations, and the `keys` of the outputs if they
+                 form a dict
     N.weight, …  tensors of operation N (from 0): `weight` and `bias` of a convolution, [out, in, kernel, kernel] and
                  [out]; `weight1`, `bias1`, `weight2` and `bias2` of a gate, [hidden, in], [hidden], [out, hidden] and
                  [out]; `sources` of a concatenation, the numbers of its maps, int64
 
 These are sufficient to run the program. A network with a classifier has two outputs: the features and, after average
-pooling and a 1 x 1 convolution (absent without classes), the logits; its form is 'map'. `__metadata__` has one entry,
-`timm_gated`: JSON with the layer `names` of all operations, and the `keys` of the outputs if they form a dict.
+pooling and a 1 x 1 convolution (absent without classes), the logits; its form is 'map'.
+
+`__metadata__` has one entry, `timm_gated`: the CRC-32 of all tensors, sorted by name, as eight hexadecimal digits. Of
+each tensor, it covers the name in UTF-8, the shape as int64, and the values.
 """
 import json
+import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Type, Union
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -43,7 +49,7 @@ from .program import (
     SubsampleOp,
 )
 
-__all__ = ['Network', 'decode', 'encode', 'load_network', 'save_network']
+__all__ = ['Network', 'checksum', 'decode', 'encode', 'load_network', 'save_network', 'tensor_names']
 
 VERSION = 1
 KINDS: Tuple[Type[Any], ...] = (
@@ -99,8 +105,8 @@ def _is_linear(op: ConvOp) -> bool:
     return options == (1, 1, 0, False, None, None, None)
 
 
-def encode(network: Network) -> Tuple[Dict[str, torch.Tensor], str]:
-    """Return the tensors and the JSON text of a file.
+def encode(network: Network) -> Dict[str, torch.Tensor]:
+    """Return the tensors of a file.
 
     Args:
         network: Network to encode.
@@ -124,7 +130,18 @@ def encode(network: Network) -> Tuple[Dict[str, torch.Tensor], str]:
     tensors['network'] = torch.tensor([
         VERSION, program.in_channels, program.num_maps, program.num_gates, network.classifier, FORMS.index(form)])
     text = {'names': [getattr(op, 'name', '') for op in program.ops], **({} if keys is None else {'keys': keys})}
-    return tensors, json.dumps(text)
+    tensors['text'] = torch.from_numpy(np.frombuffer(json.dumps(text).encode(), np.uint8).copy())
+    return tensors
+
+
+def tensor_names(index: int, op: Op) -> List[str]:
+    """Return the names of the tensors of an operation, in the order of its attributes.
+
+    Args:
+        index: Number of the operation.
+        op: Operation.
+    """
+    return [f'{index}.{name}' for name, value in vars(op).items() if isinstance(value, (torch.Tensor, tuple))]
 
 
 def _form(assemble: Callable) -> Tuple[str, Optional[list]]:
@@ -139,12 +156,11 @@ def _form(assemble: Callable) -> Tuple[str, Optional[list]]:
     raise ValueError(f'the output of the network cannot be saved: {assemble!r} is not one of {", ".join(FORMS)}.')
 
 
-def decode(tensors: Mapping[str, torch.Tensor], text: str) -> Network:
-    """Return the network that `encode` turned into tensors and text; raise a ValueError if it is not one.
+def decode(tensors: Mapping[str, torch.Tensor]) -> Network:
+    """Return the network that `encode` turned into tensors; raise a ValueError if they are not one.
 
     Args:
         tensors: Tensors by name.
-        text: JSON text.
     """
     reader = _Reader(tensors)
     header = reader.integers('network')
@@ -155,7 +171,7 @@ def decode(tensors: Mapping[str, torch.Tensor], text: str) -> Network:
     _, in_channels, num_maps, num_gates, classifier, form = header
     flat = reader.integers('operations', len(COLUMNS))
     rows = [flat[start:start + len(COLUMNS)] for start in range(0, len(flat), len(COLUMNS))]
-    names, keys = _texts(text, len(rows))
+    names, keys = _texts(reader.tensor('text', torch.uint8), len(rows))
     ops = [reader.operation(index, row, name) for index, (row, name) in enumerate(zip(rows, names, strict=True))]
     reader.check_all_read()
     program = Program(in_channels, ops, num_maps, num_gates)
@@ -163,11 +179,11 @@ def decode(tensors: Mapping[str, torch.Tensor], text: str) -> Network:
     return Network(program, _assemble(form, keys, num_outputs), classifier)
 
 
-def _texts(text: str, num_operations: int) -> Tuple[List[str], Optional[list]]:
+def _texts(text: torch.Tensor, num_operations: int) -> Tuple[List[str], Optional[list]]:
     """Names of layers, and keys of the outputs."""
     try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
+        content = json.loads(text.numpy().tobytes())
+    except ValueError as error:  # not JSON, or not UTF-8
         raise ValueError(f'the names of its layers are not JSON: {error}.') from error
     names, keys = (content.get(name) if isinstance(content, dict) else None for name in ('names', 'keys'))
     if not isinstance(names, list) or len(names) != num_operations or not all(isinstance(name, str) for name in names):
@@ -258,11 +274,25 @@ def save_network(network: Network, path: Union[str, Path]) -> None:
         network: Network to save.
         path: Path of the file.
     """
-    tensors, text = encode(network)
     # safetensors rejects tensors that share memory.
-    tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    tensors = {
+        name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in encode(network).items()}
     with new_file(path) as unfinished:
-        save_file(tensors, unfinished, {_METADATA: text})
+        save_file(tensors, unfinished, {_METADATA: checksum(tensors)})
+
+
+def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the CRC-32 of contiguous tensors, as in the metadata of a file.
+
+    Args:
+        tensors: Tensors by name.
+    """
+    crc = 0
+    for name in sorted(tensors):
+        values: Any = tensors[name].numpy()
+        for part in (name.encode(), np.array(values.shape, np.int64).tobytes(), values):
+            crc = zlib.crc32(part, crc)
+    return f'{crc:08x}'
 
 
 def load_network(path: Union[str, Path]) -> Network:
@@ -274,11 +304,15 @@ def load_network(path: Union[str, Path]) -> Network:
     with open(path, 'rb'):  # errors of the operating system
         pass
     with _named(path), safe_open(path, 'pt') as file:  # checks the sizes of all tensors against that of the file
-        text = (file.metadata() or {}).get(_METADATA)
-        if text is None:
+        expected = (file.metadata() or {}).get(_METADATA)
+        if expected is None:
             raise ValueError('it was not saved by `save` of an accelerated network.')
         # The tensors are mapped. Those of a network are copied once it is valid, so that the file can be replaced.
-        network = decode({name: file.get_tensor(name) for name in file.keys()}, text)  # noqa: SIM118  (no dict)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no dict)
+        actual = checksum(tensors)
+        if actual != expected:
+            raise ValueError(f'it is damaged: the checksum is {actual}, not {expected[:80]!r}.')
+        network = decode(tensors)
         for op in network.program.ops:
             for name, value in vars(op).items():
                 if isinstance(value, torch.Tensor):

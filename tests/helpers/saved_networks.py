@@ -1,0 +1,56 @@
+"""Networks to save, and files that are changed"""
+import random
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import timm
+import torch
+import torch.nn as nn
+from mmengine.config import Config
+from mmengine.registry import DefaultScope
+from mmseg.registry import MODELS
+from mmseg_small import write_config
+from nets import shuffle
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from timm_gated.inference.serialize import checksum
+
+__all__ = ['NET', 'NETWORKS', 'SHALLOW', 'change_integers', 'file_of', 'make', 'segmentor']
+
+SHALLOW = dict(layers=(1, 1, 1, 1))
+NETWORKS: List[Tuple[str, Dict[str, Any]]] = [
+    ('gated_resnet18', SHALLOW), ('gated_resnet50', dict(SHALLOW, num_classes=0, in_chans=1)), ('dgnet_resnet18', {}),
+    ('gated_resnet18', dict(SHALLOW, features_only=True)),
+    ('gated_resnet18', dict(SHALLOW, features_only=True, feature_cls='dict', out_indices=(1, 3))),
+    ('convnet_aig_resnet18', SHALLOW), ('convnet_aig_resnet20', {}), ('gated_resnet20', {}),
+    ('gated_resnet20', dict(features_only=True)), ('cifar_resnet20', {}), ('resnet26d', SHALLOW)]
+NET = dict(model_name='gated_resnet20', layers=(1, 1, 1), num_classes=3)
+
+
+def make(model_name: str = 'gated_resnet20', **kwargs: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return shuffle(timm.create_model(model_name, **kwargs)).eval()
+
+
+def segmentor(folder: Path) -> nn.Module:
+    config = Config.fromfile(write_config(folder))
+    torch.manual_seed(0)
+    with DefaultScope.overwrite_default_scope('mmseg'):
+        model = shuffle(MODELS.build(config.model))
+    model.eval()
+    return model
+
+
+def file_of(tensors: Dict[str, torch.Tensor]) -> bytes:
+    return save_tensors(tensors, {'timm_gated': checksum(tensors)})
+
+
+def change_integers(rng: random.Random, data: bytes) -> bytes:
+    """Change some integers of the operations."""
+    tensors = load_tensors(data)
+    values = (-2**63, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 64, 65, 1000, 2**20, 2**20 + 1, 2**31, 2**32, 2**63 - 1)
+    for _ in range(rng.choice((1, 1, 1, 2, 5))):
+        table = tensors[rng.choice(('operations', 'operations', 'operations', 'network'))].view(-1)
+        table[rng.randrange(len(table))] = rng.choice(values)
+    return file_of(tensors)

@@ -1,0 +1,204 @@
+"""Saved networks in the C library, without Python: outputs, threads, errors, damaged files, the example"""
+import ctypes
+import random
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, List, Tuple
+
+import mmseg_plugin  # noqa: F401  (before mmseg)
+
+# isort: split
+import numpy as np
+import pytest
+import timm
+import torch
+from c_library import CSRC, EMULATOR, OPTIMIZED, SANITIZED, SOURCES, build, numbered_images, output_of
+from effort import TIMES
+from hypothesis import assume, given
+from mutations import mutate
+from paths import ROOT
+from PIL import Image
+from programs import programs
+from safetensors.torch import load as load_tensors
+from saved_networks import NET, NETWORKS, change_integers, file_of, make, segmentor
+from sklearn.datasets import load_sample_images
+from strategies import examples
+
+from timm_gated import accelerate, load_accelerated
+from timm_gated.inference import Accelerated
+from timm_gated.inference import native as native_module
+from timm_gated.inference.program import Program
+from timm_gated.inference.serialize import Network, save_network
+from timm_gated.inference.sliced import SlicedRunner
+
+ISAS = ('portable',) if EMULATOR else native_module.instruction_sets()
+DRIVER = ROOT / 'tests' / 'inference' / 'run_model.c'
+
+
+@pytest.fixture(scope='session')
+def run_model(tmp_path_factory):
+    return build(tmp_path_factory.mktemp('c') / 'run_model', [DRIVER, *SOURCES], SANITIZED)
+
+
+def run(program: Path, paths: List[Path], isa: str = '', threads: int = 1, count: int = 2, size: Any = (48, 40),
+        callers: int = 1) -> List[str]:
+    lines = output_of(program, isa, threads, count, *size, callers, *paths)
+    assert len(lines) == len(paths)
+    return lines
+
+
+def outputs(path: Path) -> torch.Tensor:
+    """All outputs, flat."""
+    return torch.from_numpy(np.fromfile(f'{path}.out', np.float32))
+
+
+def expected_outputs(fast: Accelerated, x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in fast.runner(x)])
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    scale = expected.nan_to_num().abs().max().clamp(min=1)
+    torch.testing.assert_close(actual / scale, expected / scale, atol=3e-5, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize('isa', ISAS)
+def test_networks(isa, run_model, tmp_path):
+    """Classifiers, backbones and a segmentor; one and two threads."""
+    checked = 0
+    networks = [accelerate(make(name, **kwargs)) for name, kwargs in NETWORKS]
+    for index, fast in enumerate([*networks, accelerate(segmentor(tmp_path), 'native').backbone]):
+        path = tmp_path / f'{index}.tgn'
+        fast.save(path)
+        channels = load_tensors(path.read_bytes())['network'][1]
+        expected = expected_outputs(load_accelerated(path, 'native'), numbered_images(2, channels, 48, 40))
+        for threads in (1, 2):
+            assert run(run_model, [path], isa, threads) == ['ok']
+            assert_close(outputs(path), expected)
+            checked += 1
+    assert checked == 2 * (len(NETWORKS) + 1)
+
+
+@examples(40)
+@given(arguments=programs())
+def test_random_programs(run_model, arguments):
+    try:
+        program = Program(*arguments)
+    except ValueError:
+        assume(False)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / 'model.tgn'
+        save_network(Network(program), path)
+        line, = run(run_model, [path], size=(9, 7))
+        try:
+            maps = SlicedRunner(program)(numbered_images(2, program.in_channels, 9, 7))
+        except (ValueError, MemoryError, RuntimeError):  # the images are too small for the program, or too large
+            return
+        assert line == 'ok' or 'large' in line or 'memory' in line, line
+        if line == 'ok':
+            assert_close(outputs(path), torch.cat([value.flatten() for value in maps]))
+
+
+def mutations(data: bytes, count: int) -> List[Tuple[bool, bytes]]:
+    """Damaged files, and hostile ones: other programs with a correct checksum."""
+    return [
+        (False, mutate('safetensors', index, data)[1]) if index % 2 else
+        (True, change_integers(random.Random(index), data)) for index in range(count)]
+
+
+def test_mutations(run_model, tmp_path):
+    """Damaged files are an error, or the same network. Hostile files are an error, or some network."""
+    path = tmp_path / 'model.tgn'
+    accelerate(make(**NET)).save(path)
+    assert run(run_model, [path], size=(8, 8)) == ['ok']
+    expected = outputs(path)
+    outcomes: Counter = Counter()
+    for start in range(0, 1000 * TIMES, 100):
+        changed = mutations(path.read_bytes(), start + 100)[start:]
+        paths = [tmp_path / str(index) for index in range(100)]
+        for other, (_, data) in zip(paths, changed, strict=True):
+            other.write_bytes(data)
+        for other, (is_hostile, _), line in zip(paths, changed, run(run_model, paths, size=(8, 8)), strict=True):
+            if line.startswith('error: '):
+                outcomes['refused'] += 1
+            else:
+                same = torch.equal(outputs(other), expected)
+                assert line == 'ok' and (same or is_hostile), line
+                outcomes['same' if same else 'other'] += 1
+    assert outcomes['refused'] > 0.6 * 1000 * TIMES and outcomes['same'] and outcomes['other'], outcomes
+
+
+@pytest.mark.skipif(bool(EMULATOR), reason='sanitizers do not run in an emulator')
+def test_callers(tmp_path):
+    """Threads that share a model, under ThreadSanitizer."""
+    flags = ('-O1', '-g', '-fsanitize=thread', '-DCACHE_BYTES=65536')
+    program = build(tmp_path / 'run_model', [DRIVER, *SOURCES], flags)
+    accelerate(make(**NET)).save(tmp_path / 'model.tgn')
+    assert run(program, [tmp_path / 'model.tgn'], threads=2, size=(24, 20), callers=7) == ['ok']
+
+
+@pytest.mark.parametrize('content, message', [
+    (None, 'No such file or directory'),
+    (lambda data: b'', 'it is damaged: 0 bytes'),
+    (lambda data: data[:1000], 'it is damaged: 1000 bytes with a header of'),
+    (lambda data: data[:-8], r'a tensor of \d+ bytes is at'),
+    (lambda data: data + bytes(8), r'its tensors have \d+ bytes, but it holds'),
+    (lambda data: data[:-1] + bytes([data[-1] ^ 1]), 'it is damaged: the checksum is [0-9a-f]{8}'),
+    (lambda data: data.replace(b'__metadata__', b'__metadati__'), 'its header is malformed'),
+    (lambda data: data.replace(b'timm_gated', b'timm_gatad'), 'it was not saved by `save`'),
+    (lambda data: data.replace(b'"F32"', b'"F64"', 1), 'a tensor is of type F64'),
+    (lambda data: file_of({**load_tensors(data), 'more': torch.ones(1)}), "'more' is not part of the network"),
+    (lambda data: file_of({
+        name: value for name, value in load_tensors(data).items() if name != '0.bias'}), '0.bias is missing'),
+])
+def test_errors(content, message, tmp_path):
+    path = tmp_path / 'model.tgn'
+    accelerate(make(**NET)).save(path)
+    if content is None:
+        path = tmp_path / 'none'
+    else:
+        path.write_bytes(content(path.read_bytes()))
+    library = ctypes.CDLL(native_module._get()._name)
+    library.tg_load.restype, library.tg_error.restype = ctypes.c_void_p, ctypes.c_char_p
+    assert library.tg_load(str(path).encode(), None) is None
+    error = library.tg_error().decode()
+    assert error.startswith(f'{path} cannot be loaded: ')
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(error)
+
+
+def crops() -> List[Image.Image]:
+    """Ten squares of two photographs, at 32 x 32 pixels."""
+    photos = [Image.fromarray(photo) for photo in load_sample_images().images]
+    return [
+        photos[index % 2].crop((left, 100, left + 160, 260)).resize((32, 32))
+        for index, left in enumerate(range(0, 400, 40))]
+
+
+def test_example(tmp_path):
+    """The example and Python agree on the five classes with the largest logits, and on these."""
+    program = build(tmp_path / 'classify', [ROOT / 'examples' / 'classify.c', *SOURCES], OPTIMIZED)
+    fast = accelerate(timm.create_model('gated_resnet20', pretrained=True))
+    fast.save(tmp_path / 'model.tgn')
+    paths = [tmp_path / f'{index}.ppm' for index in range(10)]
+    for path, crop in zip(paths, crops(), strict=True):
+        crop.save(path)
+    lines = output_of(program, '--threads', 2, tmp_path / 'model.tgn', *paths)
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    x = torch.stack([(torch.from_numpy(np.array(crop)) / 255 - mean) / std for crop in crops()]).permute(0, 3, 1, 2)
+    values, classes = fast(x).topk(5)
+    assert len(set(classes[:, 0].tolist())) > 2
+    for path, line, expected, labels in zip(paths, lines, values, classes, strict=True):
+        name, *numbers = line.split()
+        assert name == str(path) and list(map(int, numbers[::2])) == labels.tolist()
+        torch.testing.assert_close(torch.tensor(list(map(float, numbers[1::2]))), expected, atol=2e-4, rtol=0)
+
+
+def test_public_header(tmp_path):
+    """Strict C11; the example stays short."""
+    source = tmp_path / 'main.c'
+    source.write_text('#include "timm_gated.h"\nint main(void) { return tg_version() == TG_VERSION ? 0 : 1; }\n')
+    assert output_of(build(tmp_path / 'main', [source, *SOURCES], ('-O0',))) == []
+    build(tmp_path / 'header.o', [source], ('-std=c11', '-pedantic', '-c'))
+    assert len((ROOT / 'examples' / 'classify.c').read_text().splitlines()) < 150
+    assert f'#define TG_VERSION {native_module._VERSION}\n' in (CSRC / 'timm_gated.h').read_text()
