@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP_FLAGS ?= --quiet --progress-bar off --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test newest oldest alone lock bench sanitize clean
+.PHONY: help demo check test newest oldest alone lock bench example arm sanitize clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
@@ -49,6 +49,19 @@ lock: ## move constraints.txt, the tested versions, to the newest
 
 bench: .venv/.installed ## benchmark gated networks against dense runtimes, into output/bench
 	.venv/bin/python tools/benchmark_inference.py --output output/bench
+
+SOURCES = $(filter-out %/module.c,$(wildcard timm_gated/csrc/*.c))
+
+example: output/example/classify .venv/.installed ## build the C example with the compiler alone and compare it with Python
+	.venv/bin/python examples/compare.py $<
+
+output/example/classify: examples/classify.c $(SOURCES) $(wildcard timm_gated/csrc/*.h timm_gated/csrc/*.inc)
+	mkdir -p $(@D)
+	$(CC) -std=gnu11 -O3 -fno-math-errno -Itimm_gated/csrc $< $(SOURCES) -pthread -lm -o $@
+
+arm: .venv/.installed ## test the C library for ARM in an emulator (gcc-aarch64-linux-gnu and qemu-user of Debian)
+	CC='aarch64-linux-gnu-gcc -static' EMULATOR=qemu-aarch64 .venv/bin/python -m pytest -n auto \
+		tests/inference/test_c_library.py tests/inference/test_single_kernels.py
 
 sanitize: .venv/.installed ## run the kernel tests under AddressSanitizer and UBSan
 	.venv/bin/python tools/sanitize_kernels.py -n auto

@@ -1,6 +1,9 @@
 """Saved networks in the C library, without Python: outputs, threads, errors, damaged files, the example"""
 import ctypes
 import random
+import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,18 +14,15 @@ import mmseg_plugin  # noqa: F401  (before mmseg)
 # isort: split
 import numpy as np
 import pytest
-import timm
 import torch
 from c_library import CSRC, EMULATOR, OPTIMIZED, SANITIZED, SOURCES, build, numbered_images, output_of
 from effort import TIMES
 from hypothesis import assume, given
 from mutations import mutate
 from paths import ROOT
-from PIL import Image
 from programs import programs
 from safetensors.torch import load as load_tensors
 from saved_networks import NET, NETWORKS, change_integers, file_of, make, segmentor
-from sklearn.datasets import load_sample_images
 from strategies import examples
 
 from timm_gated import accelerate, load_accelerated
@@ -167,31 +167,28 @@ def test_errors(content, message, tmp_path):
         raise AssertionError(error)
 
 
-def crops() -> List[Image.Image]:
-    """Ten squares of two photographs, at 32 x 32 pixels."""
-    photos = [Image.fromarray(photo) for photo in load_sample_images().images]
-    return [
-        photos[index % 2].crop((left, 100, left + 160, 260)).resize((32, 32))
-        for index, left in enumerate(range(0, 400, 40))]
+def compare(program: Path) -> Tuple[int, int]:
+    """Exit code of examples/compare.py, and on how many of ten images C and Python agree."""
+    command = [sys.executable, ROOT / 'examples' / 'compare.py', program, '--runs', '0']
+    done = subprocess.run(command, capture_output=True, text=True)
+    agreed = re.search(r'C and Python agree on (\d+) of 10 images', done.stdout)
+    assert agreed, done.stderr
+    return done.returncode, int(agreed[1])
 
 
 def test_example(tmp_path):
     """The example and Python agree on the five classes with the largest logits, and on these."""
     program = build(tmp_path / 'classify', [ROOT / 'examples' / 'classify.c', *SOURCES], OPTIMIZED)
-    fast = accelerate(timm.create_model('gated_resnet20', pretrained=True))
-    fast.save(tmp_path / 'model.tgn')
-    paths = [tmp_path / f'{index}.ppm' for index in range(10)]
-    for path, crop in zip(paths, crops(), strict=True):
-        crop.save(path)
-    lines = output_of(program, '--threads', 2, tmp_path / 'model.tgn', *paths)
-    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-    x = torch.stack([(torch.from_numpy(np.array(crop)) / 255 - mean) / std for crop in crops()]).permute(0, 3, 1, 2)
-    values, classes = fast(x).topk(5)
-    assert len(set(classes[:, 0].tolist())) > 2
-    for path, line, expected, labels in zip(paths, lines, values, classes, strict=True):
-        name, *numbers = line.split()
-        assert name == str(path) and list(map(int, numbers[::2])) == labels.tolist()
-        torch.testing.assert_close(torch.tensor(list(map(float, numbers[1::2]))), expected, atol=2e-4, rtol=0)
+    if EMULATOR:
+        script = tmp_path / 'emulated'
+        script.write_text(f'#!/bin/sh\nexec {" ".join(EMULATOR)} {program} "$@"\n')
+        script.chmod(0o755)
+        program = script
+    assert compare(program) == (0, 10)
+    wrong = tmp_path / 'wrong'
+    wrong.write_text(f'#!/bin/sh\n{program} "$@" | sed "s/  [0-9]* /  11 /"\n')
+    wrong.chmod(0o755)
+    assert compare(wrong) == (1, 0)
 
 
 def test_public_header(tmp_path):

@@ -1,7 +1,12 @@
-/* The kernels for any machine: SSE2 on x86-64, NEON on ARM. */
+/* The kernels for any machine: SSE2 on x86-64, which has 16 registers, NEON on ARM, which has 32. */
 #define ISA "portable"
 #define LANES 4
+#if defined(__aarch64__)
+#define ROW_BLOCK 6
+#define VECTORS 4
+#else
 #define ROW_BLOCK 4
 #define VECTORS 2
+#endif
 #define NAME(x) x##_portable
 #include "kernels.inc"

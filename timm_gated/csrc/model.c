@@ -194,7 +194,8 @@ const char *tg_model_algorithm(tg_model *model, int height, int width, int op) {
 }
 
 int tg_model_run(tg_model *model, const batch_t *batch, int height, int width, int threads) {
-    if (batch->count < 0 || threads < 1 || threads > MAX_THREADS || (batch->count && (!batch->images || !batch->outputs)))
+    if (batch->count < 0 || threads < 1 || threads > MAX_THREADS
+        || (batch->count && (!batch->images || !batch->outputs)))
         return fail(
             "invalid run: %lld images at %p, outputs at %p, %d threads", (long long)batch->count,
             (const void *)batch->images, (const void *)batch->outputs, threads);

@@ -14,8 +14,7 @@ TG_API tg_model *tg_model_new(const char *isa, int64_t in_channels, int64_t num_
 TG_API int tg_model_add(tg_model *model, const int64_t row[NUM_COLUMNS], const tensor_t tensors[MAX_TENSORS]);
 
 /* Copy the weights of a convolution or a gate. */
-TG_API int tg_model_weights(
-    const tg_model *model, int op, float *weight, float *bias, float *weight2, float *bias2);
+TG_API int tg_model_weights(const tg_model *model, int op, float *weight, float *bias, float *weight2, float *bias2);
 
 /* Like tg_run, with numbers of open channels and times. */
 TG_API int tg_model_run(tg_model *model, const batch_t *batch, int height, int width, int threads);

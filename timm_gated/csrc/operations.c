@@ -18,11 +18,25 @@ typedef struct {
 #define ANY MAX_SIZE
 
 static const range_of_t ranges[NUM_KINDS][12] = {
-    [CONV] = {{SOURCE, 0, ANY}, {TARGET, 1, ANY}, {RESIDUAL, OPTIONAL, ANY}, {GATE_IN, OPTIONAL, ANY},
-              {GATE_OUT, OPTIONAL, ANY}, {STRIDE, 1, MAX_KERNEL}, {DILATION, 1, ANY}, {PADDING, 0, ANY}, {RELU, 0, 1}},
+    [CONV] =
+        {{SOURCE, 0, ANY},
+         {TARGET, 1, ANY},
+         {RESIDUAL, OPTIONAL, ANY},
+         {GATE_IN, OPTIONAL, ANY},
+         {GATE_OUT, OPTIONAL, ANY},
+         {STRIDE, 1, MAX_KERNEL},
+         {DILATION, 1, ANY},
+         {PADDING, 0, ANY},
+         {RELU, 0, 1}},
     [GATE] = {{SOURCE, 0, ANY}, {GATE_DEFINED, 0, ANY}},
-    [POOL] = {{SOURCE, 0, ANY}, {TARGET, 1, ANY}, {AVERAGE, 0, 1}, {KERNEL, 1, MAX_KERNEL}, {STRIDE, 1, MAX_KERNEL},
-              {PADDING, 0, MAX_KERNEL}, {CEIL_MODE, 0, 1}},
+    [POOL] =
+        {{SOURCE, 0, ANY},
+         {TARGET, 1, ANY},
+         {AVERAGE, 0, 1},
+         {KERNEL, 1, MAX_KERNEL},
+         {STRIDE, 1, MAX_KERNEL},
+         {PADDING, 0, MAX_KERNEL},
+         {CEIL_MODE, 0, 1}},
     [ADAPTIVE_POOL] = {{SOURCE, 0, ANY}, {TARGET, 1, ANY}, {BINS, 1, MAX_KERNEL}},
     [CONCAT] = {{TARGET, 1, ANY}, {ALIGN_CORNERS, 0, 1}},
     [SUBSAMPLE] = {{SOURCE, 0, ANY}, {TARGET, 1, ANY}, {STRIDE, 1, MAX_KERNEL}, {BEFORE, 0, ANY}, {AFTER, 0, ANY}},
@@ -31,8 +45,8 @@ static const range_of_t ranges[NUM_KINDS][12] = {
 };
 
 static const char *const column_names[NUM_COLUMNS] = {
-    "kind",   "source",  "target", "residual", "gate",      "gate_in", "gate_out",      "kernel", "stride", "dilation",
-    "padding", "relu",   "average", "ceil_mode", "bins",    "align_corners", "before",  "after",  "count",  "macs"};
+    "kind",    "source", "target",  "residual",  "gate", "gate_in",       "gate_out", "kernel", "stride", "dilation",
+    "padding", "relu",   "average", "ceil_mode", "bins", "align_corners", "before",   "after",  "count",  "macs"};
 
 static int check_row(const int64_t row[NUM_COLUMNS]) {
     if (row[KIND] < 0 || row[KIND] >= NUM_KINDS)
@@ -98,7 +112,8 @@ static int add_conv(network_t *network, op_t *op, const tensor_t *tensors) {
 static int add_gate(network_t *network, op_t *op, const tensor_t *tensors) {
     const tensor_t *first = &tensors[0], *second = &tensors[2];
     if (!has_shape(first, FLOAT32, 2, (int64_t[]){0, 0}) || !has_shape(&tensors[1], FLOAT32, 1, first->shape)
-        || !has_shape(second, FLOAT32, 2, (int64_t[]){0, first->shape[0]}) || !has_shape(&tensors[3], FLOAT32, 1, second->shape))
+        || !has_shape(second, FLOAT32, 2, (int64_t[]){0, first->shape[0]})
+        || !has_shape(&tensors[3], FLOAT32, 1, second->shape))
         return fail("invalid shapes of a gate's weights and biases");
     if (op->gate_out >= network->num_gates || network->gate_sizes[op->gate_out])
         return fail("gate %d of %d does not exist or is defined twice", op->gate_out, network->num_gates);
@@ -168,7 +183,9 @@ int network_add(network_t *network, const int64_t row[NUM_COLUMNS], const tensor
         .gate_in = (int)row[GATE_IN],
         .gate_out = (int)(row[KIND] == CONV ? row[GATE_OUT] : row[GATE_DEFINED]),
         .count = (int)row[COUNT],
-        .kernel = (int)(row[KIND] == ADAPTIVE_POOL ? row[BINS] : row[KIND] == SUBSAMPLE ? 1 : row[KERNEL]),
+        .kernel = (int)(row[KIND] == ADAPTIVE_POOL   ? row[BINS]
+                            : row[KIND] == SUBSAMPLE ? 1
+                                                     : row[KERNEL]),
         .stride = (int)row[STRIDE],
         .dilation = row[KIND] == CONV ? (int)row[DILATION] : 1,
         .padding = row[PADDING] > 0 ? (int)row[PADDING] : 0,

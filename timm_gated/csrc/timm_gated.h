@@ -6,7 +6,7 @@
  *         fprintf(stderr, "%s\n", tg_error());
  *     tg_free(model);
  *
- * To build the library, compile all files timm_gated/csrc/(*).c but module.c as C11 with GCC 12 or newer, or Clang:
+XX
  * `cc -std=gnu11 -O3 -fno-math-errno -c`, and link with -pthread -lm. The instruction set is chosen at run time.
  *
  * Errors. Functions that return a pointer return NULL, and others a value other than 0, after an error. tg_error then
