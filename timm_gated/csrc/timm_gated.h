@@ -6,8 +6,8 @@
  *         fprintf(stderr, "%s\n", tg_error());
  *     tg_free(model);
  *
-XX
- * `cc -std=gnu11 -O3 -fno-math-errno -c`, and link with -pthread -lm. The instruction set is chosen at run time.
+ * To build the library, compile the C files of this folder, without module.c, with GCC 12 or newer or Clang:
+ * `cc -std=gnu11 -O3 -fno-math-errno -c`; link with -pthread -lm. The instruction set is chosen at run time.
  *
  * Errors. Functions that return a pointer return NULL, and others a value other than 0, after an error. tg_error then
  * returns its text. It belongs to the library and is valid until the next error in the same thread.
