@@ -22,40 +22,50 @@ int fail(const char *format, ...) {
     return -1;
 }
 
-static const kernels_t *const all_kernels[] = {
+/* Instruction sets, fastest first. The int8 kernels need extensions of their own: without them, those of AVX2 are used. */
+static const struct {
+    const char *name;
+    const kernels_t *kernels;
+    const int8_kernels_t *int8;
+} instruction_sets[] = {
 #if defined(__x86_64__)
-    &kernels_avx512,
-    &kernels_avx2,
+    {"avx512", &kernels_avx512, &int8_avx512},
+    {"avxvnni", &kernels_avx2, &int8_avxvnni},
+    {"avx2", &kernels_avx2, &int8_avx2},
 #endif
-    &kernels_portable,
+    {"portable", &kernels_portable, &int8_portable},
 };
-enum { NUM_KERNELS = sizeof all_kernels / sizeof *all_kernels };
+enum { NUM_SETS = sizeof instruction_sets / sizeof *instruction_sets };
 
-static int runs_here(const kernels_t *kernels) {
+/* Whether the processor has the extensions of an instruction set: for all kernels, or for those of float32 only. */
+static int runs_here(int index, int with_int8) {
 #if defined(__x86_64__)
+    const char *name = instruction_sets[index].name;
     __builtin_cpu_init();
-    if (kernels == &kernels_avx512)
+    if (!strcmp(name, "avx512"))
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")
-            && __builtin_cpu_supports("avx512vl");
-    if (kernels == &kernels_avx2)
+            && __builtin_cpu_supports("avx512vl")
+            && (!with_int8 || (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni")));
+    if (!strcmp(name, "avxvnni") && !__builtin_cpu_supports("avxvnni"))
+        return 0;
+    if (!strcmp(name, "avxvnni") || !strcmp(name, "avx2"))
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
-    return kernels == &kernels_portable;
+    return (void)with_int8, instruction_sets[index].kernels == &kernels_portable;
 }
 
-static const kernels_t *find_kernels(const char *isa) {
+static int find_set(const char *isa) {
     isa = isa ? isa : tg_isa(0);
-    for (int i = 0; i < NUM_KERNELS; i++)
-        if (!strcmp(all_kernels[i]->name, isa) && runs_here(all_kernels[i]))
-            return all_kernels[i];
-    fail("no instruction set '%s' on this machine", isa);
-    return NULL;
+    for (int i = 0; i < NUM_SETS; i++)
+        if (!strcmp(instruction_sets[i].name, isa) && runs_here(i, 0))
+            return i;
+    return fail("no instruction set '%s' on this machine", isa);
 }
 
 const char *tg_isa(int index) {
-    for (int i = 0; i < NUM_KERNELS; i++)
-        if (runs_here(all_kernels[i]) && index-- == 0)
-            return all_kernels[i]->name;
+    for (int i = 0; i < NUM_SETS; i++)
+        if (runs_here(i, 0) && index-- == 0)
+            return instruction_sets[i].name;
     return NULL;
 }
 
@@ -73,9 +83,10 @@ ptrdiff_t half_of_cache(void) {
 }
 
 int tg_fma_peak(const char *isa, double *gflops) {
-    const kernels_t *kernels = find_kernels(isa);
-    if (!kernels)
+    const int set = find_set(isa);
+    if (set < 0)
         return -1;
+    const kernels_t *kernels = instruction_sets[set].kernels;
     *gflops = 0.;
     for (int i = 0; i < 5; i++) {
         struct timespec begin, end;
@@ -93,7 +104,7 @@ void network_free(network_t *network) {
         return;
     for (int i = 0; i < network->num_ops; i++) {
         op_t *op = &network->ops[i];
-        float *owned[] = {op->weight, op->bias, op->weight2, op->bias2};
+        void *owned[] = {op->weight, op->bias, op->weight2, op->bias2, op->weight8, op->bias8, op->multiplier, op->ratio};
         for (size_t k = 0; k < sizeof owned / sizeof *owned; k++)
             release(owned[k]);
         free(op->sources);
@@ -111,8 +122,8 @@ network_t *network_new(const char *isa, int64_t in_channels, int64_t num_buffers
             (long long)num_gates);
         return NULL;
     }
-    const kernels_t *kernels = find_kernels(isa);
-    if (!kernels)
+    const int set = find_set(isa);
+    if (set < 0)
         return NULL;
     network_t *network = calloc(1, sizeof *network);
     if (network)
@@ -122,7 +133,8 @@ network_t *network_new(const char *isa, int64_t in_channels, int64_t num_buffers
         fail("out of memory");
         return NULL;
     }
-    network->kernels = kernels;
+    network->kernels = instruction_sets[set].kernels;
+    network->int8 = runs_here(set, 1) ? instruction_sets[set].int8 : instruction_sets[find_set("avx2")].int8;
     network->block_floats = half_of_cache() / (ptrdiff_t)sizeof(float);
     network->in_channels = (int)in_channels;
     network->num_buffers = (int)num_buffers;
@@ -139,8 +151,8 @@ int network_outputs(const network_t *network) {
 
 int network_weights(const network_t *network, int index, float *weight, float *bias, float *weight2, float *bias2) {
     const op_t *op = index >= 0 && index < network->num_ops ? &network->ops[index] : NULL;
-    if (!op || (op->kind != CONV && op->kind != GATE))
-        return fail("operation %d of %d has no weights", index, network->num_ops);
+    if (!op || (op->kind != CONV && op->kind != GATE) || op->weight8)
+        return fail("operation %d of %d has no float32 weights", index, network->num_ops);
     if (op->kind == CONV) {
         const packing_t from = packing(op);
         for (int k = 0; k < op->c_out; k++)

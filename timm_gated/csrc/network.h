@@ -11,6 +11,7 @@
 #ifndef TIMM_GATED_NETWORK_H
 #define TIMM_GATED_NETWORK_H
 
+#include "int8.h"
 #include "kernels.h"
 #include "threads.h"
 #include "timm_gated.h"
@@ -37,7 +38,20 @@ INLINE size_t times(size_t count, size_t size) {
 }
 
 /* Kinds of operations, and columns of the rows that describe them; KINDS and COLUMNS of inference/serialize.py. */
-typedef enum { CONV, GATE, POOL, ADAPTIVE_POOL, CONCAT, SUBSAMPLE, SKIP, OUTPUT, NUM_KINDS } kind_t;
+typedef enum {
+    CONV,
+    GATE,
+    POOL,
+    ADAPTIVE_POOL,
+    CONCAT,
+    SUBSAMPLE,
+    SKIP,
+    OUTPUT,
+    QUANTIZE,
+    DEQUANTIZE,
+    INT8_CONV, /* an operation of kind CONV, with weight8 */
+    NUM_KINDS
+} kind_t;
 typedef enum {
     KIND,
     SOURCE,
@@ -59,10 +73,11 @@ typedef enum {
     AFTER,
     COUNT,
     MACS,
+    ZERO,
     NUM_COLUMNS
 } column_t;
 
-typedef enum { INT64, FLOAT32, UINT8 } type_t; /* _TYPES in inference/native.py */
+typedef enum { INT64, FLOAT32, UINT8, INT8, INT32 } type_t; /* _TYPES in inference/native.py */
 
 /* A tensor of an operation, in the layout of a file; _Tensor in inference/native.py has the same fields. */
 typedef struct {
@@ -73,8 +88,8 @@ typedef struct {
 } tensor_t;
 
 /* The tensors of an operation: of a convolution weight and bias, of a gate those of both layers, of a concatenation its
- * sources. */
-#define MAX_TENSORS 4
+ * sources; of an int8 convolution weight, bias, multiplier, ratio (with a shortcut) and scale; of a quantisation scale. */
+#define MAX_TENSORS 5
 
 typedef struct {
     kind_t kind;
@@ -92,10 +107,19 @@ typedef struct {
     int hidden;             /* width of the hidden layer of a gate */
     float *weight, *bias;   /* convolution: packed; gate: first layer, [c_in][hidden] */
     float *weight2, *bias2; /* gate: second layer, [hidden][c_out] */
+    /* int8 convolution; with gated inputs, weights are [c_out / ROW_GROUP][c_in][taps][ROW_GROUP], otherwise
+     * [c_out][c_in / QUAD][taps][QUAD] */
+    int8_t *weight8;
+    int32_t *bias8;
+    float *multiplier, *ratio;
+    float scale; /* of its output, or of that of a quantisation */
+    int zero;
 } op_t;
 
 typedef struct {
     const kernels_t *kernels;
+    const int8_kernels_t *int8;
+    int border; /* of quantised maps, in pixels: what 'same' convolutions read */
     int in_channels;
     int num_buffers, num_gates;
     int num_ops, capacity;
@@ -143,7 +167,16 @@ INLINE ptrdiff_t odd_lines(ptrdiff_t floats) { return ((floats + PANEL - 1) / PA
 typedef struct {
     int channels, height, width;
     ptrdiff_t panel; /* stride between panels */
+    /* A quantised map; of a float32 map, scale is 0. Planes have `pitch` pixels per row, the border included. */
+    float scale;
+    int zero, pitch;
+    ptrdiff_t plane, origin; /* stride between planes of quads; place of the first pixel */
 } shape_t;
+
+INLINE int num_quads(int channels) { return divide_up(channels, QUAD); }
+
+/* Positions of a quantised map, in groups of POSITIONS. */
+INLINE int num_groups(const shape_t *shape) { return divide_up(shape->height * shape->pitch, POSITIONS); }
 
 INLINE int num_pixels(const shape_t *shape) { return shape->height * shape->width; }
 INLINE int num_panels(const shape_t *shape) { return divide_up(num_pixels(shape), PANEL); }
@@ -160,6 +193,10 @@ typedef struct {
     int pitch, phase_rows;
     ptrdiff_t phase_plane;
     ptrdiff_t *tap_offsets;
+    /* int8 */
+    uint32_t *mask; /* all bits of positions within the output map */
+    int residual_zero;
+    int by_rows;    /* the phases of the input have another pitch than the output */
     /* Winograd */
     tiling_t tiling;
     piece_t *pieces;
@@ -211,8 +248,10 @@ typedef struct {
     float *line;    /* a channel of its output */
     float *bias;
     float *logits;
-    const float **rows;
+    const void **rows;
     ptrdiff_t *columns;
+    int32_t *bias8;
+    float *multiplier, *ratio;
 } thread_t;
 
 typedef struct {
@@ -247,6 +286,9 @@ int plan_output(const plan_t *plan, int index, int size[3]);
 
 /* Name of the algorithm of an operation, or NULL if the operation is not a convolution. */
 const char *plan_algorithm(const plan_t *plan, int op);
+
+/* Plan an operation that reads or writes a quantised map, whose channels and size are known (plan_int8.c). */
+int plan_int8(plan_t *plan, const op_t *op, step_t *step, const shape_t *residual);
 
 /* Memory to run a plan. Concurrent calls need a workspace each. */
 workspace_t *workspace_new(const plan_t *plan, int num_samples, int num_threads);

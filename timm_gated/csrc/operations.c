@@ -42,11 +42,24 @@ static const range_of_t ranges[NUM_KINDS][12] = {
     [SUBSAMPLE] = {{SOURCE, 0, ANY}, {TARGET, 1, ANY}, {STRIDE, 1, MAX_KERNEL}, {BEFORE, 0, ANY}, {AFTER, 0, ANY}},
     [SKIP] = {{SOURCE, 0, ANY}, {TARGET, 1, ANY}, {GATE_DEFINED, 0, ANY}, {COUNT, 1, ANY}},
     [OUTPUT] = {{SOURCE, 0, ANY}},
+    [QUANTIZE] = {{SOURCE, 0, ANY}, {TARGET, 1, ANY}, {ZERO, 0, 255}},
+    [DEQUANTIZE] = {{SOURCE, 0, ANY}, {TARGET, 1, ANY}},
+    [INT8_CONV] =
+        {{SOURCE, 1, ANY},
+         {TARGET, 1, ANY},
+         {RESIDUAL, OPTIONAL, ANY},
+         {GATE_IN, OPTIONAL, ANY},
+         {GATE_OUT, OPTIONAL, ANY},
+         {STRIDE, 1, MAX_KERNEL},
+         {DILATION, 1, ANY},
+         {PADDING, 0, ANY},
+         {RELU, 0, 1},
+         {ZERO, 0, 255}},
 };
 
 static const char *const column_names[NUM_COLUMNS] = {
     "kind",    "source", "target",  "residual",  "gate", "gate_in",       "gate_out", "kernel", "stride", "dilation",
-    "padding", "relu",   "average", "ceil_mode", "bins", "align_corners", "before",   "after",  "count",  "macs"};
+    "padding", "relu",   "average", "ceil_mode", "bins", "align_corners", "before",   "after",  "count",  "macs", "zero"};
 
 static int check_row(const int64_t row[NUM_COLUMNS]) {
     if (row[KIND] < 0 || row[KIND] >= NUM_KINDS)
@@ -81,6 +94,16 @@ static float *copy(const tensor_t *tensor) {
     return own;
 }
 
+static int check_gates(const network_t *network, const op_t *op) {
+    const int gates[] = {op->gate_in, op->gate_out}, sizes[] = {op->c_in, op->c_out};
+    for (int i = 0; i < 2; i++)
+        if (gates[i] >= network->num_gates || (gates[i] >= 0 && network->gate_sizes[gates[i]] != sizes[i]))
+            return fail(
+                "a convolution of %d to %d channels does not fit its gates %d and %d", op->c_in, op->c_out, op->gate_in,
+                op->gate_out);
+    return 0;
+}
+
 static int add_conv(network_t *network, op_t *op, const tensor_t *tensors) {
     const tensor_t *weight = &tensors[0], *bias = &tensors[1];
     if (!has_shape(weight, FLOAT32, 4, (int64_t[]){0, 0, 0, weight->shape[2]}) || weight->shape[2] > MAX_KERNEL
@@ -90,12 +113,8 @@ static int add_conv(network_t *network, op_t *op, const tensor_t *tensors) {
     op->c_out = (int)weight->shape[0];
     op->c_in = (int)weight->shape[1];
     op->kernel = (int)weight->shape[2];
-    const int gates[] = {op->gate_in, op->gate_out}, sizes[] = {op->c_in, op->c_out};
-    for (int i = 0; i < 2; i++)
-        if (gates[i] >= network->num_gates || (gates[i] >= 0 && network->gate_sizes[gates[i]] != sizes[i]))
-            return fail(
-                "a convolution of %d to %d channels does not fit its gates %d and %d", op->c_in, op->c_out, op->gate_in,
-                op->gate_out);
+    if (check_gates(network, op))
+        return -1;
     const packing_t to = packing(op);
     op->weight = allocate(times((size_t)to.floats, sizeof *op->weight));
     op->bias = copy(bias);
@@ -138,6 +157,88 @@ static int add_gate(network_t *network, op_t *op, const tensor_t *tensors) {
     return 0;
 }
 
+/* Sums of int8 convolutions fit into 32 bits: at most MAX_INT8_DEPTH products, and these limits. */
+#define MAX_INT8_DEPTH (1 << 15)
+#define MAX_INT8_WEIGHT 63
+#define MAX_INT8_BIAS (1 << 29)
+#define MAX_INT8_RATIO (1 << 20)
+
+static int in_range(const tensor_t *tensor, double low, double high) {
+    for (int64_t i = 0; i < tensor->shape[0]; i++) {
+        const double value =
+            tensor->type == INT32 ? ((const int32_t *)tensor->data)[i] : (double)((const float *)tensor->data)[i];
+        if (!(value >= low && value <= high)) /* also NaN */
+            return 0;
+    }
+    return 1;
+}
+
+static int add_scale(op_t *op, const tensor_t *scale) {
+    if (!has_shape(scale, FLOAT32, 1, (int64_t[]){1}) || !in_range(scale, 1e-30, 1e30))
+        return fail("a quantised map needs a positive scale");
+    op->scale = *(const float *)scale->data;
+    return 0;
+}
+
+/* Weights under a gate of inputs, by groups of filters, in the order that regrouping sorts. */
+static void pack_groups(const network_t *network, const op_t *op, const int8_t *from) {
+    const int taps = op->kernel * op->kernel;
+    for (int k = 0; k < op->c_out; k++) {
+        const int place = regrouped_place(network->int8, k % ROW_GROUP);
+        for (int c = 0; c < op->c_in; c++)
+            for (int t = 0; t < taps; t++)
+                op->weight8[(((size_t)(k / ROW_GROUP) * op->c_in + c) * taps + t) * ROW_GROUP + place] = *from++;
+    }
+}
+
+static void pack_rows(const op_t *op, const int8_t *from) {
+    const int taps = op->kernel * op->kernel;
+    for (size_t k = 0; k < (size_t)op->c_out; k++)
+        for (int c = 0; c < op->c_in; c++)
+            for (int t = 0; t < taps; t++)
+                op->weight8[((k * num_quads(op->c_in) + c / QUAD) * taps + t) * QUAD + c % QUAD] = *from++;
+}
+
+static int add_int8_conv(network_t *network, op_t *op, const tensor_t *tensors) {
+    const tensor_t *weight = &tensors[0], *bias = &tensors[1], *multiplier = &tensors[2], *ratio = &tensors[3];
+    const int64_t *sizes = weight->shape;
+    if (!has_shape(weight, INT8, 4, (int64_t[]){0, 0, 0, sizes[2]}) || sizes[2] > MAX_KERNEL
+        || sizes[1] * sizes[2] * sizes[2] > MAX_INT8_DEPTH || !has_shape(bias, INT32, 1, sizes)
+        || !has_shape(multiplier, FLOAT32, 1, sizes) || (op->residual >= 0) != has_shape(ratio, FLOAT32, 1, sizes)
+        || (op->residual < 0 && ratio->data))
+        return fail("invalid shapes of the tensors of an int8 convolution");
+    op->c_out = (int)sizes[0];
+    op->c_in = (int)sizes[1];
+    op->kernel = (int)sizes[2];
+    const size_t taps = (size_t)op->kernel * op->kernel;
+    const int8_t *values = weight->data;
+    for (size_t i = 0; i < (size_t)op->c_out * op->c_in * taps; i++)
+        if (values[i] < -MAX_INT8_WEIGHT || values[i] > MAX_INT8_WEIGHT)
+            return fail("an int8 weight of %d, at most %d are supported", values[i], MAX_INT8_WEIGHT);
+    if (!in_range(bias, -MAX_INT8_BIAS, MAX_INT8_BIAS) || !in_range(multiplier, 0., 1.)
+        || (op->residual >= 0 && !in_range(ratio, 0., MAX_INT8_RATIO)))
+        return fail("bias, multiplier or ratio of an int8 convolution is out of range");
+    if (add_scale(op, &tensors[4]) || check_gates(network, op))
+        return -1;
+    const size_t count = op->gate_in >= 0
+        ? (size_t)divide_up(op->c_out, ROW_GROUP) * ROW_GROUP * op->c_in * taps
+        : (size_t)op->c_out * num_quads(op->c_in) * QUAD * taps;
+    op->weight8 = allocate(times(count, 1));
+    op->bias8 = allocate((size_t)op->c_out * sizeof *op->bias8);
+    op->multiplier = copy(multiplier);
+    op->ratio = op->residual >= 0 ? copy(ratio) : NULL;
+    if (!op->weight8 || !op->bias8 || !op->multiplier || (op->residual >= 0 && !op->ratio))
+        return fail("out of memory");
+    memcpy(op->bias8, bias->data, (size_t)op->c_out * sizeof *op->bias8);
+    if (op->gate_in >= 0)
+        pack_groups(network, op, values);
+    else
+        pack_rows(op, values);
+    if (op->stride == 1 && op->padding > network->border)
+        network->border = op->padding;
+    return 0;
+}
+
 static int add_concat(network_t *network, op_t *op, const tensor_t *sources) {
     if (!has_shape(sources, INT64, 1, (int64_t[]){0}))
         return fail("invalid shape of the sources of a concatenation");
@@ -155,11 +256,13 @@ static int add_concat(network_t *network, op_t *op, const tensor_t *sources) {
     return 0;
 }
 
-static int add_kind(network_t *network, op_t *op, const tensor_t *tensors) {
-    switch (op->kind) {
+static int add_kind(network_t *network, kind_t kind, op_t *op, const tensor_t *tensors) {
+    switch (kind) {
         case CONV: return add_conv(network, op, tensors);
         case GATE: return add_gate(network, op, tensors);
         case CONCAT: return add_concat(network, op, tensors);
+        case INT8_CONV: return add_int8_conv(network, op, tensors);
+        case QUANTIZE: return add_scale(op, &tensors[0]);
         case POOL:
             return op->padding > op->kernel / 2
                 ? fail("a pooling of kernel %d with padding %d", op->kernel, op->padding)
@@ -175,19 +278,18 @@ static int add_kind(network_t *network, op_t *op, const tensor_t *tensors) {
 int network_add(network_t *network, const int64_t row[NUM_COLUMNS], const tensor_t tensors[MAX_TENSORS]) {
     if (check_row(row))
         return -1;
+    const int is_conv = row[KIND] == CONV || row[KIND] == INT8_CONV;
     op_t op = {
-        .kind = (kind_t)row[KIND],
+        .kind = is_conv ? CONV : (kind_t)row[KIND],
         .in = (int)row[SOURCE],
         .out = (int)row[TARGET],
         .residual = (int)row[RESIDUAL],
         .gate_in = (int)row[GATE_IN],
-        .gate_out = (int)(row[KIND] == CONV ? row[GATE_OUT] : row[GATE_DEFINED]),
+        .gate_out = (int)(is_conv ? row[GATE_OUT] : row[GATE_DEFINED]),
         .count = (int)row[COUNT],
-        .kernel = (int)(row[KIND] == ADAPTIVE_POOL   ? row[BINS]
-                            : row[KIND] == SUBSAMPLE ? 1
-                                                     : row[KERNEL]),
-        .stride = (int)row[STRIDE],
-        .dilation = row[KIND] == CONV ? (int)row[DILATION] : 1,
+        .kernel = row[KIND] == ADAPTIVE_POOL ? (int)row[BINS] : row[KERNEL] > 0 ? (int)row[KERNEL] : 1,
+        .stride = row[STRIDE] > 0 ? (int)row[STRIDE] : 1,
+        .dilation = is_conv ? (int)row[DILATION] : 1,
         .padding = row[PADDING] > 0 ? (int)row[PADDING] : 0,
         .relu = row[RELU] > 0,
         .average = row[AVERAGE] > 0,
@@ -195,6 +297,7 @@ int network_add(network_t *network, const int64_t row[NUM_COLUMNS], const tensor
         .before = row[BEFORE] > 0 ? (int)row[BEFORE] : 0,
         .after = row[AFTER] > 0 ? (int)row[AFTER] : 0,
         .align_corners = row[ALIGN_CORNERS] > 0,
+        .zero = row[ZERO] > 0 ? (int)row[ZERO] : 0,
     };
     if (op.in >= network->num_buffers || op.out >= network->num_buffers || op.residual >= network->num_buffers
         || (op.out >= 0 && (op.out == op.in || op.out == op.residual)))
@@ -211,5 +314,5 @@ int network_add(network_t *network, const int64_t row[NUM_COLUMNS], const tensor
     }
     op_t *added = &network->ops[network->num_ops++]; /* what it owns is freed with the network, also after an error */
     *added = op;
-    return add_kind(network, added, tensors);
+    return add_kind(network, (kind_t)row[KIND], added, tensors);
 }

@@ -229,6 +229,7 @@ void plan_free(plan_t *plan) {
     for (int i = 0; i < plan->num_steps; i++) { /* the network may have been freed already */
         free(plan->steps[i].sources);
         free(plan->steps[i].tap_offsets);
+        free(plan->steps[i].mask);
         free(plan->steps[i].pieces);
     }
     free(plan->steps);
@@ -257,8 +258,8 @@ static int plan_concat(plan_t *plan, walk_t *walk, const op_t *op, step_t *step)
     for (int i = 0; i < op->num_sources; i++) {
         const int buffer = op->sources[i];
         const shape_t *in = &walk->shapes[buffer];
-        if (!in->channels || walk->gates[buffer] != -1)
-            return fail("buffer %d is concatenated, but it was not written, or under a gate", buffer);
+        if (!in->channels || walk->gates[buffer] != -1 || in->scale > 0.f)
+            return fail("buffer %d is concatenated, but it was not written, is gated or quantised", buffer);
         plan->packs_image |= buffer == 0;
         at_least(&plan->thread_floats, times((size_t)in->height, (size_t)out->width)); /* resized along rows */
         step->sources[i] = *in;
@@ -304,18 +305,28 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     ptrdiff_t pixels = (ptrdiff_t)out->height * out->width;
     if (pixels > MAX_PIXELS)
         return fail("images of %d x %d are too large", plan->height, plan->width);
-    out->panel = spread(times((size_t)out->channels, PANEL));
+    *out = (shape_t){
+        .channels = out->channels,
+        .height = out->height,
+        .width = out->width,
+        .panel = spread(times((size_t)out->channels, PANEL)),
+    };
+    const int is_int8 = op->kind == QUANTIZE || op->kind == DEQUANTIZE || op->weight8 || in->scale > 0.f;
+    if (is_int8 && plan_int8(plan, op, step, op->residual >= 0 ? &walk->shapes[op->residual] : NULL))
+        return -1;
     plan->plane = pixels + PANEL > plan->plane ? round_up(pixels, PANEL) + PANEL : plan->plane;
     if (op->residual >= 0) {
         const shape_t *residual = &walk->shapes[op->residual];
         if (residual->channels != out->channels || residual->height != out->height || residual->width != out->width
-            || walk->gates[op->residual] != -1 || op->gate_out != -1)
+            || walk->gates[op->residual] != -1 || op->gate_out != -1 || (residual->scale > 0.f) != (out->scale > 0.f))
             return fail(
                 "a shortcut of %d x %d x %d does not fit a map of %d x %d x %d", residual->channels, residual->height,
                 residual->width, out->channels, out->height, out->width);
     }
     walk->shapes[op->out] = *out;
     walk->gates[op->out] = op->kind == CONV ? op->gate_out : -1;
+    if (is_int8)
+        return 0;
     at_least(&plan->buffer_floats[op->out], times((size_t)num_panels(out), (size_t)out->panel));
     if (op->kind == POOL) /* one row with its borders */
         at_least(
@@ -371,7 +382,7 @@ plan_t *plan_new(network_t *network, int height, int width) {
         fail("out of memory");
     } else {
         const ptrdiff_t panel = spread((ptrdiff_t)network->in_channels * PANEL);
-        walk.shapes[0] = (shape_t){network->in_channels, height, width, panel};
+        walk.shapes[0] = (shape_t){.channels = network->in_channels, .height = height, .width = width, .panel = panel};
         plan->max_channels = network->in_channels;
         for (int i = 0; i < network->num_buffers; i++)
             walk.gates[i] = -1;

@@ -14,9 +14,12 @@ static double now(void) {
 static void run_gate(context_t *context, const op_t *op, const step_t *step) {
     sample_t *sample = context->sample;
     range_t channels = part(context, op->c_in);
-    context->plan->network->kernels->average(
-        sample->buffers[op->in] + channels.begin * PANEL, step->in.panel, (int)(channels.end - channels.begin),
-        num_pixels(&step->in), sample->pooled + channels.begin);
+    if (step->in.scale > 0.f)
+        int8_averages(context, op->in, &step->in, (int)channels.begin, (int)channels.end, sample->pooled);
+    else
+        context->plan->network->kernels->average(
+            sample->buffers[op->in] + channels.begin * PANEL, step->in.panel, (int)(channels.end - channels.begin),
+            num_pixels(&step->in), sample->pooled + channels.begin);
     meet(context);
     if (context->thread != 0)
         return;
@@ -50,6 +53,10 @@ static void copy_out(context_t *context, const op_t *op, const step_t *step, flo
     const shape_t *shape = &step->in;
     const int pixels = num_pixels(shape);
     range_t channels = part(context, shape->channels);
+    if (shape->scale > 0.f) {
+        int8_copy_out(context, op->in, shape, out);
+        return;
+    }
     for (ptrdiff_t c = channels.begin; c < channels.end; c += GROUP) {
         const int count = in_group(c, &channels);
         planes_t planes = read_planes(context, op->in, shape, c, count, 0, pixels);
@@ -85,18 +92,24 @@ static void run_sample(context_t *context, const batch_t *batch, int64_t index) 
     for (int i = 0; i < network->num_ops; i++) {
         const op_t *op = &network->ops[i];
         const step_t *step = &plan->steps[i];
+        const int is_int8 = step->in.scale > 0.f;
         double *milliseconds = context->thread == 0 && context->milliseconds ? &context->milliseconds[i] : NULL;
         double begin = milliseconds ? now() : 0.;
         switch (op->kind) {
-            case CONV: run_conv(context, op, step); break;
-            case POOL: run_pool(context, op, step); break;
+            case CONV: (op->weight8 ? run_int8_conv : run_conv)(context, op, step); break;
+            case POOL: (is_int8 ? run_int8_pool : run_pool)(context, op, step); break;
             case ADAPTIVE_POOL: run_adaptive_pool(context, op, step); break;
-            case SUBSAMPLE: run_subsample(context, op, step); break;
+            case SUBSAMPLE: (is_int8 ? run_int8_subsample : run_subsample)(context, op, step); break;
+            case QUANTIZE: run_quantize(context, op, step); break;
+            case DEQUANTIZE: run_dequantize(context, op, step); break;
             case CONCAT: run_concat(context, op, step); break;
             case GATE: run_gate(context, op, step); break;
             case SKIP:
                 if (!context->sample->num_open[op->gate_out]) {
-                    run_skip(context, op, step);
+                    if (is_int8)
+                        run_int8_skip(context, op, step, &plan->steps[i + op->count].out);
+                    else
+                        run_skip(context, op, step);
                     i += op->count;
                 }
                 break;
@@ -105,6 +118,7 @@ static void run_sample(context_t *context, const batch_t *batch, int64_t index) 
                     copy_out(context, op, step, *output + index * step->in.channels * num_pixels(&step->in));
                 output++;
                 break;
+            case INT8_CONV:
             case NUM_KINDS: break;
         }
         meet(context);

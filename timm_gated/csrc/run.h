@@ -60,6 +60,18 @@ typedef struct {
     product_t product; /* over all open channels; the algorithms add the maps */
 } conv_t;
 
+/* Operations that read or write quantised maps (run_int8.c, run_int8_map.c). */
+void run_int8_conv(context_t *context, const op_t *op, const step_t *step);
+void run_int8_pool(context_t *context, const op_t *op, const step_t *step);
+void run_int8_subsample(context_t *context, const op_t *op, const step_t *step);
+void run_int8_skip(context_t *context, const op_t *op, const step_t *step, const shape_t *out);
+void run_quantize(context_t *context, const op_t *op, const step_t *step);
+void run_dequantize(context_t *context, const op_t *op, const step_t *step);
+/* Averages of channels [begin, end) of a quantised map. */
+void int8_averages(context_t *context, int buffer, const shape_t *shape, int begin, int end, float *out);
+/* A quantised map in float32, [channels][height][width]. */
+void int8_copy_out(context_t *context, int buffer, const shape_t *shape, float *out);
+
 void run_winograd(context_t *context, const conv_t *conv);
 void run_conv(context_t *context, const op_t *op, const step_t *step);
 void run_pool(context_t *context, const op_t *op, const step_t *step);

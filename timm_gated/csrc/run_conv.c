@@ -35,7 +35,7 @@ static conv_t prepare(context_t *context, const op_t *op, const step_t *step, al
                 *column++ = (conv.open_in && !compact ? conv.open_in[j] : j) * packed.column + t * packed.tap;
     }
     conv.product = (product_t){
-        .rows = own->rows,
+        .rows = (const float *const *)own->rows,
         .interleaved = packed.side_by_side,
         .row_floats = packed.block,
         .columns = own->columns,

@@ -88,6 +88,13 @@ static void pool_plane(
 void run_adaptive_pool(context_t *context, const op_t *op, const step_t *step) {
     const shape_t *in = &step->in;
     range_t channels = part(context, in->channels);
+    if (in->scale > 0.f) { /* to one pixel per channel, in float32 */
+        float *averages = context->own->logits;
+        int8_averages(context, op->in, in, (int)channels.begin, (int)channels.end, averages);
+        for (ptrdiff_t c = channels.begin; c < channels.end; c++)
+            context->sample->buffers[op->out][c * PANEL] = averages[c];
+        return;
+    }
     for (ptrdiff_t c = channels.begin; c < channels.end; c += GROUP) {
         const int count = in_group(c, &channels);
         planes_t planes = read_planes(context, op->in, in, c, count, 0, num_pixels(in));

@@ -53,7 +53,11 @@ static size_t lay_out(workspace_t *workspace, char *memory) {
         thread.line = take(memory, &used, (size_t)plan->plane, sizeof *thread.line);
         thread.bias = take(memory, &used, channels, sizeof *thread.bias);
         thread.logits = take(memory, &used, channels + (size_t)plan->max_hidden, sizeof *thread.logits);
-        thread.rows = take(memory, &used, channels, sizeof *thread.rows);
+        const size_t padded = channels + QUAD;
+        thread.rows = take(memory, &used, padded, sizeof *thread.rows);
+        thread.bias8 = take(memory, &used, padded, sizeof *thread.bias8);
+        thread.multiplier = take(memory, &used, padded, sizeof *thread.multiplier);
+        thread.ratio = take(memory, &used, padded, sizeof *thread.ratio);
         thread.columns = take(memory, &used, (size_t)plan->max_depth, sizeof *thread.columns);
         if (memory)
             threads[t] = thread;

@@ -25,12 +25,14 @@ from .cost import ProgramCost, without_data
 from .native import NativeRunner, why_not
 from .plan import ExecutionPlan, PlannedLayer
 from .program import ConvOp, Op, Program, check_images
+from .quantize import RANGES, calibrate, calibration_images, quantize
 from .serialize import Network, load_network, save_network
 from .sliced import SlicedRunner
 
 __all__ = ['Accelerated', 'accelerate', 'accelerated_parts', 'load_accelerated']
 
 BACKENDS = ('auto', 'native', 'torch')
+PRECISIONS = ('float32', 'int8')
 
 
 class Accelerated(nn.Module):
@@ -203,7 +205,14 @@ class Accelerated(nn.Module):
             self.runner.isa, torch.get_num_threads(), tuple(image.shape[1:]))
 
 
-def accelerate(model: nn.Module, backend: str = 'auto', isa: Optional[str] = None) -> nn.Module:
+def accelerate(
+        model: nn.Module,
+        backend: str = 'auto',
+        isa: Optional[str] = None,
+        precision: str = 'float32',
+        calibration: Any = None,
+        calibration_range: str = 'percentile',
+) -> nn.Module:
     """Create an evaluation-only copy of a network that computes only open filters.
 
     Supported are gated and dense ResNets of this package and of timm (classifiers and features_only backbones), mmseg's
@@ -213,21 +222,35 @@ def accelerate(model: nn.Module, backend: str = 'auto', isa: Optional[str] = Non
     Args:
         model: Network to accelerate. Gates with a forced mask stay forced.
         backend: 'native', 'torch' or 'auto', which selects 'native' if it was built and the network is on the CPU.
-        isa: Instruction set of the native kernels: 'avx512', 'avx2' or 'portable'. The fastest available by default.
+        isa: Instruction set of the native kernels: 'avx512', 'avxvnni' (int8 only), 'avx2' or 'portable'. The fastest
+            available by default.
+        precision: 'float32', or 'int8': post-training quantisation of convolutions for the native backend.
+        calibration: Images for int8, as the network gets them: a tensor, or a loader of images, with or without labels.
+            A few hundred images give good ranges.
+        calibration_range: How the range of a map is chosen in int8: 'percentile', 'mse' or 'max'.
 
     Example:
         >>> fast = accelerate(timm.create_model('gated_resnet34'))
         >>> fast.backend, fast(images)
+        >>> small = accelerate(model, precision='int8', calibration=loader)
     """
     on_cpu = all(tensor.device.type == 'cpu' for tensor in model.state_dict().values())
     backend = _choose_backend(backend, isa, on_cpu)
+    _check_precision(precision, calibration, calibration_range, backend)
     names = {id(module): name for name, module in model.named_modules()}
+
+    def make(parts: Trunk) -> Accelerated:
+        network, head = _network_of(parts, names)
+        if precision == 'int8':
+            ranges = calibrate(network.program, calibration_images(calibration))
+            network = replace(network, program=quantize(network.program, ranges, calibration_range))
+        return Accelerated(network, backend, isa, head)
+
     parts = find_trunk(model)
     if parts is not None:
-        return _accelerate_trunk(parts, backend, isa, names)
+        return make(parts)
     replacements: Dict[int, nn.Module] = {
-        id(module): _accelerate_trunk(part, backend, isa, names) if isinstance(part, Trunk) else part
-        for module, part in accelerated_parts(model)}
+        id(module): make(part) if isinstance(part, Trunk) else part for module, part in accelerated_parts(model)}
     if not replacements:
         raise ValueError(
             f'{type(model).__name__} contains no network that can be accelerated. Supported: ResNets of timm and of '
@@ -268,14 +291,30 @@ def _choose_backend(backend: str, isa: Optional[str], on_cpu: bool) -> str:
     return backend
 
 
-def _accelerate_trunk(parts: Trunk, backend: str, isa: Optional[str], names: Mapping[int, str]) -> Accelerated:
+def _check_precision(precision: str, calibration: Any, calibration_range: str, backend: str) -> None:
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got '{precision}'.")
+    if calibration_range not in RANGES:
+        raise ValueError(f"calibration_range must be one of {', '.join(RANGES)}, got '{calibration_range}'.")
+    if precision == 'float32':
+        if calibration is not None:
+            raise ValueError("calibration is an option of precision='int8'.")
+        return
+    if backend != 'native':
+        raise ValueError(f"precision='int8' needs the native backend: {why_not() or 'the network is not on the CPU'}")
+    if calibration is None:
+        raise ValueError(
+            "precision='int8' needs calibration=..., a loader of a few hundred images as the network gets them.")
+
+
+def _network_of(parts: Trunk, names: Mapping[int, str]) -> Tuple[Network, Optional[nn.Module]]:
+    """The program of a trunk, with the classifier if the head is one; and any other head."""
     if not is_plain_classifier(parts.head):
-        return Accelerated(Network(compile_trunk(parts.modules, names), parts.assemble), backend, isa,
-                           copy.deepcopy(parts.head))
+        return Network(compile_trunk(parts.modules, names), parts.assemble), copy.deepcopy(parts.head)
     pool, linear = parts.head  # type: ignore[misc]
     count = 2 if isinstance(linear, nn.Identity) else 3  # operations, with the output
     program = compile_trunk([*parts.modules, (pool, False), (linear, True)], names)
-    return Accelerated(Network(program, parts.assemble, count), backend, isa)
+    return Network(program, parts.assemble, count), None
 
 
 def _as_modules(classifier: Sequence[Op]) -> nn.Sequential:

@@ -10,7 +10,21 @@ import torch
 import torch.nn.functional as F
 
 from ..layers import Macs
-from .program import AdaptivePoolOp, ConcatOp, ConvOp, GateOp, Op, OutputOp, PoolOp, Program, SkipOp, SubsampleOp
+from .program import (
+    AdaptivePoolOp,
+    ConcatOp,
+    ConvOp,
+    DequantizeOp,
+    GateOp,
+    Int8ConvOp,
+    Op,
+    OutputOp,
+    PoolOp,
+    Program,
+    QuantizeOp,
+    SkipOp,
+    SubsampleOp,
+)
 
 __all__ = ['Cost', 'ProgramCost', 'output_shape', 'without_data']
 
@@ -150,7 +164,8 @@ def _describe(op: Op) -> str:
         options = [
             f'stride {op.stride}' if op.stride > 1 else '', f'dilation {op.dilation}' if op.dilation > 1 else '',
             'gated' if op.gate_in is not None or op.gate_out is not None else '']
-        return ' '.join(filter(None, (f'conv {kernel} x {kernel}, {c_in} to {c_out}', *options)))
+        kind = 'int8 conv' if isinstance(op, Int8ConvOp) else 'conv'
+        return ' '.join(filter(None, (f'{kind} {kernel} x {kernel}, {c_in} to {c_out}', *options)))
     if isinstance(op, GateOp):
         return f'gate, {len(op.weight2)} channels'
     return type(op).__name__.removesuffix('Op').lower()
@@ -177,6 +192,8 @@ def output_shape(op: Any, *sources: Tuple[int, int, int]) -> Tuple[int, int, int
         return channels + op.before + op.after, -(-height // op.stride), -(-width // op.stride)
     if isinstance(op, AdaptivePoolOp):
         return channels, op.bins, op.bins
+    if isinstance(op, (QuantizeOp, DequantizeOp)):
+        return channels, height, width
     if isinstance(op, ConvOp):
         reach = op.dilation * (op.weight.shape[2] - 1) + 1
         sides = [(side + 2 * op.padding - reach) // op.stride + 1 for side in (height, width)]

@@ -11,8 +11,8 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 
 from .cost import without_data
-from .program import Op, OutputOp, Program, check_images
-from .serialize import Network, decode, encode, tensor_names
+from .program import Int8ConvOp, Op, OutputOp, Program, QuantizeOp, check_images
+from .serialize import Network, decode, encode
 
 __all__ = ['NativeRunner', 'fma_peak', 'instruction_sets', 'why_not']
 
@@ -46,8 +46,8 @@ _SIGNATURES: Dict[str, Tuple[Any, List[Any]]] = {
     'tg_model_run': (c_int, [c_void_p, POINTER(_Batch), c_int, c_int, c_int]),
     'tg_model_algorithm': (c_char_p, [c_void_p, c_int, c_int, c_int]),
 }
-_MAX_TENSORS = 4  # of an operation (csrc/network.h)
-_TYPES = (torch.int64, torch.float32, torch.uint8)  # `type_t` (csrc/network.h)
+_MAX_TENSORS = 5  # of an operation (csrc/network.h)
+_TYPES = (torch.int64, torch.float32, torch.uint8, torch.int8, torch.int32)  # `type_t` (csrc/network.h)
 
 
 def _load() -> Tuple[Optional[ctypes.CDLL], str]:
@@ -76,12 +76,16 @@ def why_not() -> str:
         f"or Clang) and Python's headers, and install the package again.")
 
 
-def instruction_sets() -> List[str]:
-    """Return the instruction sets that the kernels can use on this machine, fastest first."""
+def instruction_sets(precision: str = 'float32') -> List[str]:
+    """Return the instruction sets that the kernels can use on this machine, fastest first.
+
+    Args:
+        precision: 'float32' or 'int8'. In float32, 'avxvnni' equals 'avx2' and is not listed.
+    """
     names: List[str] = []
     while _library is not None and (name := _library.tg_isa(len(names))) is not None:
         names.append(name.decode())
-    return names
+    return [name for name in names if precision == 'int8' or name != 'avxvnni']
 
 
 def fma_peak(isa: str) -> float:
@@ -108,6 +112,9 @@ def _check(result: Any, failed: bool) -> Any:
     return result
 
 
+_KEPT = (Int8ConvOp, QuantizeOp)
+
+
 class _Model:
     """A model of the library."""
 
@@ -118,8 +125,13 @@ class _Model:
         tensors = encode(Network(program))
         for index, row in enumerate(tensors['operations']):
             described = (_Tensor * _MAX_TENSORS)()
-            own = [_contiguous(tensors[name]) for name in tensor_names(index, program.ops[index])]
-            for place, tensor in zip(described, own, strict=False):
+            names = [
+                name for name, value in vars(program.ops[index]).items() if isinstance(value, (torch.Tensor, tuple))]
+            # A convolution without a shortcut has no ratio.
+            own = {
+                name: _contiguous(tensors[f'{index}.{name}']) for name in names if f'{index}.{name}' in tensors}
+            for name, tensor in own.items():
+                place = described[names.index(name)]
                 place.data, place.type, place.num_dims = tensor.data_ptr(), _TYPES.index(tensor.dtype), tensor.ndim
                 place.shape[:tensor.ndim] = tensor.shape
             _check(None, library.tg_model_add(self.pointer, (c_int64 * len(row))(*row.tolist()), described) != 0)
@@ -143,7 +155,8 @@ class NativeRunner:
 
     def __init__(self, program: Program, isa: Optional[str] = None) -> None:
         _get()
-        self._ops = [without_data(op) for op in program.ops]  # their weights are packed
+        # Weights are packed and can be unpacked, except those in int8, which are small.
+        self._ops = [op if isinstance(op, _KEPT) else without_data(op) for op in program.ops]
         self._in_channels, self._num_maps, self._num_gates = program.in_channels, program.num_maps, program.num_gates
         self._chosen_isa = isa
         self.isa = isa or instruction_sets()[0]
@@ -161,7 +174,7 @@ class NativeRunner:
         tensors: Dict[str, Any] = {
             name: torch.empty(value.shape, dtype=torch.float32, device='cpu')
             for name, value in vars(op).items() if isinstance(value, torch.Tensor)}
-        if not tensors:
+        if not tensors or isinstance(op, _KEPT):
             return op
         pointers = [tensor.data_ptr() for tensor in tensors.values()]
         _check(None, _get().tg_model_weights(self._model.pointer, index, *pointers, *[None] * (4 - len(pointers))) != 0)

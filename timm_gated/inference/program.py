@@ -3,20 +3,26 @@
 The backends of `accelerate` run programs, `compile_trunk` makes them. A `Program` is validated when it is created, so
 that backends need not check it again. Checks that depend on the size of the images are left to the backends.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Dict, NoReturn, Optional, Sequence, Set, Tuple, Union
 
 import torch
 
 __all__ = [
-    'AdaptivePoolOp', 'ConcatOp', 'ConvOp', 'GateOp', 'Op', 'OutputOp', 'PoolOp', 'Program', 'SkipOp', 'SubsampleOp',
-    'check_images',
+    'AdaptivePoolOp', 'ConcatOp', 'ConvOp', 'DequantizeOp', 'GateOp', 'INT8_DEPTH', 'INT8_WEIGHT', 'Int8ConvOp', 'Op',
+    'OutputOp', 'PoolOp', 'Program', 'QuantizeOp', 'SkipOp', 'SubsampleOp', 'check_images', 'pads_same',
 ]
 
 # Limits of the native kernels (csrc/network.h)
 _MAX_SIZE = 2 ** 20  # channels, maps, gates, dilation and padding
 _MAX_KERNEL = 64  # kernel size and stride
 _MAX_MACS = 2 ** 40  # of a gate
+
+# Limits of int8 convolutions, whose sums then fit into 32 bits (csrc/operations.c)
+INT8_WEIGHT = 63  # sums of two products fit into 16 bits
+INT8_DEPTH = 2 ** 15  # input channels times taps
+INT8_BIAS = 2 ** 29
+INT8_RATIO = 2 ** 20
 
 
 @dataclass
@@ -108,7 +114,55 @@ class OutputOp:
     source: int
 
 
-Op = Union[ConvOp, GateOp, PoolOp, AdaptivePoolOp, ConcatOp, SubsampleOp, SkipOp, OutputOp]
+@dataclass
+class QuantizeOp:
+    """Turns a float32 map into a uint8 one: `clamp(round(value / scale) + zero)`. `scale` has one value."""
+    source: int
+    target: int
+    scale: torch.Tensor
+    zero: int
+
+
+@dataclass
+class DequantizeOp:
+    """Turns a uint8 map into a float32 one."""
+    source: int
+    target: int
+
+
+_NONE = torch.empty(0)
+
+
+@dataclass
+class Int8ConvOp(ConvOp):
+    """Convolution of a uint8 map with int8 weights, to a uint8 map.
+
+    `clamp(round(multiplier * sum) + zero)`, where the int32 sum is that of the products, of the int32 `bias` and, with
+    a shortcut, of `round(ratio * (shortcut - zero of the shortcut))`. The bias includes the zero of the input.
+
+    Attributes:
+        multiplier: Multiplier of each filter.
+        ratio: Ratio of each filter, empty without a shortcut.
+        scale: Scale of the output, one value.
+        zero: Zero of the output.
+    """
+    multiplier: torch.Tensor = field(default_factory=_NONE.clone)
+    ratio: torch.Tensor = field(default_factory=_NONE.clone)
+    scale: torch.Tensor = field(default_factory=_NONE.clone)
+    zero: int = 0
+
+
+Op = Union[
+    ConvOp, GateOp, PoolOp, AdaptivePoolOp, ConcatOp, SubsampleOp, SkipOp, OutputOp, QuantizeOp, DequantizeOp]
+
+
+def pads_same(op: ConvOp) -> bool:
+    """Whether a convolution without a stride would keep the size of its map.
+
+    Args:
+        op: Convolution.
+    """
+    return op.padding * 2 == op.dilation * (op.weight.shape[2] - 1)
 
 
 @dataclass(frozen=True)
@@ -143,9 +197,13 @@ def _check_int(where: str, name: str, value: Any, low: int, high: int = _MAX_SIZ
 
 @dataclass
 class _Map:
-    """A map that has been written; with a gate, it holds only the channels that the gate has open."""
+    """A map that has been written; with a gate, it holds only the channels that the gate has open.
+
+    `zero` is that of a uint8 map.
+    """
     channels: int
     gate: Optional[int] = None
+    zero: Optional[int] = None
 
 
 class _Validator:
@@ -161,8 +219,15 @@ class _Validator:
     def run(self) -> None:
         for index, op in enumerate(self.program.ops):
             self.where = f'operation {index}, {type(op).__name__}'
-            if isinstance(op, ConvOp):
+            if isinstance(op, Int8ConvOp):
+                self._check_int8_conv(op)
+            elif isinstance(op, ConvOp):
                 self._check_conv(op)
+                self._check_float(op.source, op.residual)
+            elif isinstance(op, QuantizeOp):
+                self._check_quantize(op)
+            elif isinstance(op, DequantizeOp):
+                self._check_dequantize(op)
             elif isinstance(op, GateOp):
                 self._check_gate(op)
             elif isinstance(op, PoolOp):
@@ -241,6 +306,63 @@ class _Validator:
                 self._fail(f'residual {op.residual} has {channels} channels, the convolution has {c_out}')
         self.maps[op.target] = _Map(c_out, op.gate_out)
 
+    def _check_float(self, *numbers: Optional[int]) -> None:
+        for number in numbers:
+            if number is not None and self.maps[number].zero is not None:
+                self._fail(f'map {number} is quantised')
+
+    def _check_quantised(self, name: str, number: int) -> int:
+        zero = self.maps[number].zero
+        if zero is None:
+            self._fail(f'{name} {number} is not quantised')
+        return zero
+
+    def _check_scale(self, scale: torch.Tensor) -> None:
+        if scale.shape != (1,) or not 1e-30 <= float(scale) <= 1e30:
+            self._fail(f'scale must be one positive value, got {scale.tolist()}')
+
+    def _check_quantize(self, op: QuantizeOp) -> None:
+        channels = self._read('source', op.source)
+        self._check_float(op.source)
+        self._check_scale(op.scale)
+        self._check_target(op, op.source)
+        self.maps[op.target] = _Map(channels, zero=self._int(op, 'zero', 0, 255))
+
+    def _check_dequantize(self, op: DequantizeOp) -> None:
+        channels = self._read('source', op.source)
+        self._check_quantised('source', op.source)
+        self._check_target(op, op.source)
+        self.maps[op.target] = _Map(channels)
+
+    def _check_int8_conv(self, op: Int8ConvOp) -> None:
+        self._check_conv(op)
+        source_zero = self._check_quantised('source', op.source)
+        if op.residual is not None:
+            self._check_quantised('residual', op.residual)
+        if op.gate_in is not None and source_zero:
+            self._fail(f'source {op.source} is gated, so its zero must be 0, got {source_zero}')
+        if op.stride == 1 and not pads_same(op):
+            self._fail(f'padding {op.padding} changes the size of the map')
+        if op.stride > 1 and op.dilation > 1:
+            self._fail(f'stride {op.stride} and dilation {op.dilation} cannot be combined in int8')
+        c_out, c_in, kernel = op.weight.shape[:3]
+        if c_in * kernel ** 2 > INT8_DEPTH:
+            self._fail(f'{c_in} channels times {kernel ** 2} taps are more than {INT8_DEPTH}')
+        for name, tensor, dtype in (
+                ('weight', op.weight, torch.int8), ('bias', op.bias, torch.int32),
+                ('multiplier', op.multiplier, torch.float32)):
+            if tensor.dtype != dtype:
+                self._fail(f'{name} must be {dtype}, got {tensor.dtype}')
+        self._shape(op, 'multiplier', c_out)
+        self._shape(op, 'ratio', 0 if op.residual is None else c_out)
+        for name, tensor, low, high in (
+                ('weight', op.weight, -INT8_WEIGHT, INT8_WEIGHT), ('bias', op.bias, -INT8_BIAS, INT8_BIAS),
+                ('multiplier', op.multiplier, 0, 1), ('ratio', op.ratio, 0, INT8_RATIO)):
+            if not bool(((tensor >= low) & (tensor <= high)).all()):
+                self._fail(f'{name} must be between {low} and {high}')
+        self._check_scale(op.scale)
+        self.maps[op.target] = _Map(c_out, op.gate_out, self._int(op, 'zero', 0, 255))
+
     def _check_channels(self, source: int, channels: int, expected: int) -> None:
         if channels != expected:
             self._fail(f'source {source} has {channels} channels, the weight has {expected}')
@@ -266,12 +388,16 @@ class _Validator:
         self._int(op, 'stride', 1, _MAX_KERNEL)
         self._int(op, 'padding', 0, op.kernel // 2)
         channels = self._read('source', op.source)
+        if op.average:
+            self._check_float(op.source)
         self._check_target(op, op.source)
-        self.maps[op.target] = _Map(channels)
+        self.maps[op.target] = _Map(channels, zero=self.maps[op.source].zero)
 
     def _check_adaptive_pool(self, op: AdaptivePoolOp) -> None:
         self._int(op, 'bins', 1, _MAX_KERNEL)
         channels = self._read('source', op.source)
+        if op.bins != 1:
+            self._check_float(op.source)
         self._check_target(op, op.source)
         self.maps[op.target] = _Map(channels)
 
@@ -280,6 +406,7 @@ class _Validator:
             self._fail(f'sources must be a tuple of one or more maps, got {op.sources!r}')
         channels = sum(self._read('source', source) for source in op.sources)
         _check_int(self.where, 'number of output channels', channels, 1)
+        self._check_float(*op.sources)
         self._check_target(op, *op.sources)
         self.maps[op.target] = _Map(channels)
 
@@ -287,8 +414,11 @@ class _Validator:
         self._int(op, 'stride', 1, _MAX_KERNEL)
         channels = self._read('source', op.source) + self._int(op, 'before', 0) + self._int(op, 'after', 0)
         _check_int(self.where, 'number of output channels', channels, 1)
+        zero = self.maps[op.source].zero
+        if zero is not None and (self.maps[op.source].channels % 4 or op.before % 4):
+            self._fail(f'channels and before must be multiples of 4 in a quantised map, got {op.before} before')
         self._check_target(op, op.source)
-        self.maps[op.target] = _Map(channels)
+        self.maps[op.target] = _Map(channels, zero=zero)
 
     def _check_skip(self, op: SkipOp, index: int) -> None:
         ops = self.program.ops

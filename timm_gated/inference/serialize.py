@@ -7,13 +7,15 @@ Format, version 1. Integers are int64, weights float32, and -1 stands for none. 
 
     network      [6]: version of the format; channels of the image; number of maps; number of gates; number of
                  operations at the end that are the classifier, 0 without one; form of the output, an index of FORMS
-    operations   [operations, 20]: one row per operation, in execution order. COLUMNS lists the columns: the index in
+    operations   [operations, 21]: one row per operation, in execution order. COLUMNS lists the columns: the index in
                  KINDS, then the attributes of the operation. Columns that its class does not have are -1.
     text         [bytes], uint8: JSON with the layer `names` of all operations, and the `keys` of the outputs if they
                  form a dict
     N.weight, …  tensors of operation N (from 0): `weight` and `bias` of a convolution, [out, in, kernel, kernel] and
                  [out]; `weight1`, `bias1`, `weight2` and `bias2` of a gate, [hidden, in], [hidden], [out, hidden] and
-                 [out]; `sources` of a concatenation, the numbers of its maps, int64
+                 [out]; `sources` of a concatenation, the numbers of its maps, int64; `scale` of a quantisation, [1];
+                 `weight`, int8, `bias`, int32, `multiplier`, `ratio` (with a shortcut) and `scale` of an int8
+                 convolution
 
 These are sufficient to run the program. A network with a classifier has two outputs: the features and, after average
 pooling and a 1 x 1 convolution (absent without classes), the logits; its form is 'map'.
@@ -40,26 +42,32 @@ from .program import (
     AdaptivePoolOp,
     ConcatOp,
     ConvOp,
+    DequantizeOp,
     GateOp,
+    Int8ConvOp,
     Op,
     OutputOp,
     PoolOp,
     Program,
+    QuantizeOp,
     SkipOp,
     SubsampleOp,
 )
 
-__all__ = ['Network', 'checksum', 'decode', 'encode', 'load_network', 'save_network', 'tensor_names']
+__all__ = ['Network', 'checksum', 'decode', 'encode', 'load_network', 'save_network']
 
 VERSION = 1
 KINDS: Tuple[Type[Any], ...] = (
-    ConvOp, GateOp, PoolOp, AdaptivePoolOp, ConcatOp, SubsampleOp, SkipOp, OutputOp)
+    ConvOp, GateOp, PoolOp, AdaptivePoolOp, ConcatOp, SubsampleOp, SkipOp, OutputOp, QuantizeOp, DequantizeOp,
+    Int8ConvOp)
 COLUMNS = (
     'kind', 'source', 'target', 'residual', 'gate', 'gate_in', 'gate_out', 'kernel', 'stride', 'dilation', 'padding',
-    'relu', 'average', 'ceil_mode', 'bins', 'align_corners', 'before', 'after', 'count', 'macs')
+    'relu', 'average', 'ceil_mode', 'bins', 'align_corners', 'before', 'after', 'count', 'macs',
+    'zero')
 FORMS = ('list', 'tuple', 'map', 'dict')  # of the output maps; 'map': the first one alone
 
 _METADATA = 'timm_gated'
+_INT8_TYPES = {'weight': torch.int8, 'bias': torch.int32}
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,9 @@ def encode(network: Network) -> Dict[str, torch.Tensor]:
         row['kind'] = KINDS.index(type(op))
         for name, value in vars(op).items():
             if isinstance(value, torch.Tensor):
-                tensors[f'{index}.{name}'] = value.detach().to('cpu', torch.float32)
+                if value.numel():
+                    dtype = torch.float32 if value.is_floating_point() else value.dtype
+                    tensors[f'{index}.{name}'] = value.detach().to('cpu', dtype)
             elif isinstance(value, tuple):
                 tensors[f'{index}.{name}'] = torch.tensor(value, dtype=torch.int64)
             elif value is not None and name != 'name':
@@ -132,16 +142,6 @@ def encode(network: Network) -> Dict[str, torch.Tensor]:
     text = {'names': [getattr(op, 'name', '') for op in program.ops], **({} if keys is None else {'keys': keys})}
     tensors['text'] = torch.from_numpy(np.frombuffer(json.dumps(text).encode(), np.uint8).copy())
     return tensors
-
-
-def tensor_names(index: int, op: Op) -> List[str]:
-    """Return the names of the tensors of an operation, in the order of its attributes.
-
-    Args:
-        index: Number of the operation.
-        op: Operation.
-    """
-    return [f'{index}.{name}' for name, value in vars(op).items() if isinstance(value, (torch.Tensor, tuple))]
 
 
 def _form(assemble: Callable) -> Tuple[str, Optional[list]]:
@@ -241,7 +241,9 @@ class _Reader:
         arguments: Dict[str, Any] = {}
         for field in fields(cls):
             if field.type is torch.Tensor:
-                arguments[field.name] = self.tensor(f'{index}.{field.name}', torch.float32)
+                if field.name != 'ratio' or values['residual'] != -1:
+                    dtype = _INT8_TYPES.get(field.name, torch.float32) if cls is Int8ConvOp else torch.float32
+                    arguments[field.name] = self.tensor(f'{index}.{field.name}', dtype)
             elif field.name == 'sources':
                 arguments[field.name] = tuple(self.integers(f'{index}.sources'))
             elif field.name == 'name':

@@ -4,7 +4,7 @@ Runs on any device and does not need the native kernels. For each image, the ope
 and only those are convolved.
 """
 from dataclasses import dataclass, fields
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 import torch.nn as nn
@@ -37,6 +37,9 @@ class SlicedRunner(nn.Module):
     def __init__(self, program: Program) -> None:
         super().__init__()
         self._in_channels, self._num_maps, self._num_gates = program.in_channels, program.num_maps, program.num_gates
+        unknown = [op for op in program.ops if type(op) not in _STEPS]
+        if unknown:
+            raise ValueError(f"a quantised network needs the native backend ({type(unknown[0]).__name__}).")
         self.steps = nn.ModuleList(_STEPS[type(op)](op) for op in program.ops)
 
     @property
@@ -64,13 +67,28 @@ class SlicedRunner(nn.Module):
                     num_open[index, gate] = len(opened)
         return [torch.cat(maps) for maps in zip(*samples, strict=True)]
 
-    def run_together(self, images: torch.Tensor) -> 'State':
-        """Run a batch with the gate decisions of its first image and return the final state."""
+    def run_together(
+            self,
+            images: torch.Tensor,
+            observe: Optional[Callable[[int, torch.Tensor], None]] = None,
+    ) -> 'State':
+        """Run a batch with the gate decisions of its first image and return the final state.
+
+        Args:
+            images: Batch of images.
+            observe: Called with the index of each operation that writes a map, and the map. Skipped operations count as
+                one, the last of them.
+        """
         state = State({0: images}, {}, [])
-        steps = iter(self.steps)
-        for step in steps:
-            for _ in range(step(state) or 0):  # skip
-                next(steps)
+        steps: Any = self.steps
+        index = 0
+        while index < len(steps):
+            step = steps[index]
+            skipped = step(state) or 0
+            index += skipped
+            if observe is not None and hasattr(step, 'target') and (skipped or not isinstance(step, _Skip)):
+                observe(index, state.maps[step.target])
+            index += 1
         return state
 
 
