@@ -8,8 +8,8 @@
  * Weights are int8 in [-63, 63], so that sums of two products fit into the 16 bits that AVX2 adds up. Everything up to
  * the rounding of a result is defined to the bit, and so the same on all machines:
  *
- *     sum    = sum of weight * input + bias + round(ratio * (residual - residual_zero))    int32
- *     output = clamp(round(multiplier * sum) + zero)                                       to uint8, with ReLU from zero
+ *     sum    = sum of weight * input + bias + round(ratio * residual)    int32
+ *     output = clamp(round(multiplier * sum) + zero)                     to uint8, with ReLU from zero
  *
  * where `round` is to the nearest, halves to even, and products with ratio and multiplier are in float32. */
 #ifndef TIMM_GATED_INT8_H
@@ -34,8 +34,10 @@ typedef struct {
     const float *multiplier, *ratio;
     const uint32_t *residual; /* NULL: none */
     ptrdiff_t residual_plane;
-    int residual_zero;
     int zero, relu;
+    /* Weights to fetch meanwhile, NULL: none. Lines of ROW_GROUP bytes, [QUAD][depth]: of each input of a quad. */
+    const int8_t *ahead;
+    const int32_t *lines;
     const uint32_t *mask; /* all bits of the positions within the map; NULL: all are */
 } product8_t;
 
@@ -49,10 +51,17 @@ typedef struct {
     void (*quantise)(const float *const x[QUAD], int count, float inverse, int zero, uint32_t *out);
     /* scale * (q - zero) of four channels; NULL: not wanted. */
     void (*dequantise)(const uint32_t *x, int count, float scale, int zero, float *const out[QUAD]);
+    /* Sum of products of the bytes of `count` quads. */
+    int32_t (*dot)(const uint32_t *x, const int32_t *w, int count);
     /* Maximum of each byte. */
     void (*maximum)(uint32_t *x, const uint32_t *y, int count);
     /* Add the bytes of `count` quads to four sums. */
     void (*sum)(const uint32_t *x, int count, uint32_t sums[QUAD]);
+    /* Logits of a gate, without fused operations, so that they are the same everywhere: weights are [inputs][hidden] and
+     * [hidden][size]; `hidden` is memory for the inner layer. */
+    void (*gate)(
+        const float *x, int inputs, const float *weight, const float *bias, int num_hidden, const float *weight2,
+        const float *bias2, int size, float *hidden, float *logits);
     /* Bytes of a vector. Regrouping interleaves within 16 bytes of vectors, see regrouped_place. */
     int vector;
 } int8_kernels_t;

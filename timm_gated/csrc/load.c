@@ -15,6 +15,7 @@ static const char *const names[NUM_KINDS][MAX_TENSORS] = {
     [CONCAT] = {"sources"},
     [QUANTIZE] = {"scale"},
     [INT8_CONV] = {"weight", "bias", "multiplier", "ratio", "scale"},
+    [INT8_LINEAR] = {"weight", "bias", "multiplier", "scale"},
 };
 
 static const int64_t *integers(safetensors_t *file, const char *name, int num_dims) {

@@ -50,6 +50,7 @@ typedef enum {
     QUANTIZE,
     DEQUANTIZE,
     INT8_CONV, /* an operation of kind CONV, with weight8 */
+    INT8_LINEAR,
     NUM_KINDS
 } kind_t;
 typedef enum {
@@ -88,7 +89,8 @@ typedef struct {
 } tensor_t;
 
 /* The tensors of an operation: of a convolution weight and bias, of a gate those of both layers, of a concatenation its
- * sources; of an int8 convolution weight, bias, multiplier, ratio (with a shortcut) and scale; of a quantisation scale. */
+ * sources; of an int8 convolution weight, bias, multiplier, ratio (with a shortcut) and scale; of an int8 linear layer
+ * weight, bias, multiplier and scale; of a quantisation scale. */
 #define MAX_TENSORS 5
 
 typedef struct {
@@ -112,7 +114,7 @@ typedef struct {
     int8_t *weight8;
     int32_t *bias8;
     float *multiplier, *ratio;
-    float scale; /* of its output, or of that of a quantisation */
+    float scale; /* of its output, or of that of a quantisation; of a linear layer, of its input */
     int zero;
 } op_t;
 
@@ -195,7 +197,6 @@ typedef struct {
     ptrdiff_t *tap_offsets;
     /* int8 */
     uint32_t *mask; /* all bits of positions within the output map */
-    int residual_zero;
     int by_rows;    /* the phases of the input have another pitch than the output */
     /* Winograd */
     tiling_t tiling;
@@ -231,6 +232,7 @@ typedef struct {
     int packs_image;       /* an operation reads the image in panels */
     int max_channels, max_hidden;
     int max_depth; /* input channels times taps of a convolution */
+    int max_lines; /* the same of an int8 convolution with gated inputs, in whole quads */
 } plan_t;
 
 /* Memory to run a plan: maps per sample, scratch per thread. */
@@ -250,7 +252,7 @@ typedef struct {
     float *logits;
     const void **rows;
     ptrdiff_t *columns;
-    int32_t *bias8;
+    int32_t *bias8, *lines;
     float *multiplier, *ratio;
 } thread_t;
 

@@ -55,6 +55,14 @@ static const range_of_t ranges[NUM_KINDS][12] = {
          {PADDING, 0, ANY},
          {RELU, 0, 1},
          {ZERO, 0, 255}},
+    [INT8_LINEAR] =
+        {{SOURCE, 1, ANY},
+         {TARGET, 1, ANY},
+         {STRIDE, 1, 1},
+         {DILATION, 1, 1},
+         {PADDING, 0, 0},
+         {RELU, 0, 0},
+         {ZERO, 0, 255}},
 };
 
 static const char *const column_names[NUM_COLUMNS] = {
@@ -199,6 +207,17 @@ static void pack_rows(const op_t *op, const int8_t *from) {
                 op->weight8[((k * num_quads(op->c_in) + c / QUAD) * taps + t) * QUAD + c % QUAD] = *from++;
 }
 
+static int check_weights(const tensor_t *weight) {
+    size_t count = 1;
+    for (int i = 0; i < weight->num_dims; i++)
+        count *= (size_t)weight->shape[i];
+    const int8_t *values = weight->data;
+    for (size_t i = 0; i < count; i++)
+        if (values[i] < -MAX_INT8_WEIGHT || values[i] > MAX_INT8_WEIGHT)
+            return fail("an int8 weight of %d, at most %d are supported", values[i], MAX_INT8_WEIGHT);
+    return 0;
+}
+
 static int add_int8_conv(network_t *network, op_t *op, const tensor_t *tensors) {
     const tensor_t *weight = &tensors[0], *bias = &tensors[1], *multiplier = &tensors[2], *ratio = &tensors[3];
     const int64_t *sizes = weight->shape;
@@ -212,9 +231,8 @@ static int add_int8_conv(network_t *network, op_t *op, const tensor_t *tensors) 
     op->kernel = (int)sizes[2];
     const size_t taps = (size_t)op->kernel * op->kernel;
     const int8_t *values = weight->data;
-    for (size_t i = 0; i < (size_t)op->c_out * op->c_in * taps; i++)
-        if (values[i] < -MAX_INT8_WEIGHT || values[i] > MAX_INT8_WEIGHT)
-            return fail("an int8 weight of %d, at most %d are supported", values[i], MAX_INT8_WEIGHT);
+    if (check_weights(weight))
+        return -1;
     if (!in_range(bias, -MAX_INT8_BIAS, MAX_INT8_BIAS) || !in_range(multiplier, 0., 1.)
         || (op->residual >= 0 && !in_range(ratio, 0., MAX_INT8_RATIO)))
         return fail("bias, multiplier or ratio of an int8 convolution is out of range");
@@ -236,6 +254,26 @@ static int add_int8_conv(network_t *network, op_t *op, const tensor_t *tensors) 
         pack_rows(op, values);
     if (op->stride == 1 && op->padding > network->border)
         network->border = op->padding;
+    return 0;
+}
+
+/* A linear layer on a float32 map of one pixel, which is quantised for it. */
+static int add_int8_linear(op_t *op, const tensor_t *tensors) {
+    const tensor_t *weight = &tensors[0], *bias = &tensors[1], *multiplier = &tensors[2];
+    const int64_t *sizes = weight->shape;
+    if (!has_shape(weight, INT8, 4, (int64_t[]){0, 0, 1, 1}) || !has_shape(bias, FLOAT32, 1, sizes)
+        || !has_shape(multiplier, FLOAT32, 1, sizes) || sizes[1] > MAX_INT8_DEPTH)
+        return fail("invalid shapes of the tensors of an int8 linear layer");
+    op->c_out = (int)sizes[0];
+    op->c_in = (int)sizes[1];
+    if (check_weights(weight) || add_scale(op, &tensors[3]))
+        return -1;
+    op->weight8 = allocate(times((size_t)op->c_out * num_quads(op->c_in), QUAD));
+    op->bias = copy(bias);
+    op->multiplier = copy(multiplier);
+    if (!op->weight8 || !op->bias || !op->multiplier)
+        return fail("out of memory");
+    pack_rows(op, weight->data);
     return 0;
 }
 
@@ -262,6 +300,7 @@ static int add_kind(network_t *network, kind_t kind, op_t *op, const tensor_t *t
         case GATE: return add_gate(network, op, tensors);
         case CONCAT: return add_concat(network, op, tensors);
         case INT8_CONV: return add_int8_conv(network, op, tensors);
+        case INT8_LINEAR: return add_int8_linear(op, tensors);
         case QUANTIZE: return add_scale(op, &tensors[0]);
         case POOL:
             return op->padding > op->kernel / 2
@@ -283,7 +322,7 @@ int network_add(network_t *network, const int64_t row[NUM_COLUMNS], const tensor
         .kind = is_conv ? CONV : (kind_t)row[KIND],
         .in = (int)row[SOURCE],
         .out = (int)row[TARGET],
-        .residual = (int)row[RESIDUAL],
+        .residual = is_conv ? (int)row[RESIDUAL] : -1,
         .gate_in = (int)row[GATE_IN],
         .gate_out = (int)(is_conv ? row[GATE_OUT] : row[GATE_DEFINED]),
         .count = (int)row[COUNT],

@@ -245,7 +245,7 @@ typedef struct {
 
 /* Whether an operation reads its input in panels, not in planes that are copied from them. */
 static int reads_panels(const op_t *op) {
-    return op->kind == GATE || op->kind == SKIP || op->kind == CONCAT
+    return op->kind == GATE || op->kind == SKIP || op->kind == CONCAT || op->kind == INT8_LINEAR
         || (op->kind == CONV && op->kernel == 1 && op->stride == 1 && op->padding == 0);
 }
 
@@ -277,7 +277,7 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     if (walk->gates[op->in] != (op->kind == CONV ? op->gate_in : -1))
         return fail(
             "buffer %d is read under gate %d, but was written under gate %d", op->in, op->gate_in, walk->gates[op->in]);
-    if ((op->kind == CONV || op->kind == GATE) && op->c_in != in->channels)
+    if ((op->kind == CONV || op->kind == GATE || op->kind == INT8_LINEAR) && op->c_in != in->channels)
         return fail("an operation on %d channels reads a map of %d", op->c_in, in->channels);
     step->in = step->out = *in;
     plan->packs_image |= (op->in == 0 && reads_panels(op)) || op->residual == 0;
@@ -293,7 +293,8 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     } else {
         out->height = op->kind == ADAPTIVE_POOL ? op->kernel : out_size(in->height, op);
         out->width = op->kind == ADAPTIVE_POOL ? op->kernel : out_size(in->width, op);
-        out->channels = op->kind == CONV ? op->c_out : in->channels + op->before + op->after;
+        const int has_filters = op->kind == CONV || op->kind == INT8_LINEAR;
+        out->channels = has_filters ? op->c_out : in->channels + op->before + op->after;
     }
     if (out->height < 1 || out->width < 1)
         return fail(
@@ -311,7 +312,11 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
         .width = out->width,
         .panel = spread(times((size_t)out->channels, PANEL)),
     };
-    const int is_int8 = op->kind == QUANTIZE || op->kind == DEQUANTIZE || op->weight8 || in->scale > 0.f;
+    if (op->kind == INT8_LINEAR && num_pixels(in) != 1)
+        return fail("an int8 linear layer reads a map of %d x %d pixels", in->height, in->width);
+    if (op->kind == INT8_LINEAR)
+        plan->max_depth = max(plan->max_depth, op->c_in);
+    const int is_int8 = op->kind == QUANTIZE || op->kind == DEQUANTIZE || (op->kind == CONV && op->weight8) || in->scale > 0.f;
     if (is_int8 && plan_int8(plan, op, step, op->residual >= 0 ? &walk->shapes[op->residual] : NULL))
         return -1;
     plan->plane = pixels + PANEL > plan->plane ? round_up(pixels, PANEL) + PANEL : plan->plane;

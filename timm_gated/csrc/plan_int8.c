@@ -69,16 +69,16 @@ static int plan_conv(plan_t *plan, const op_t *op, step_t *step, const shape_t *
     if (op->stride > 1 && op->dilation > 1)
         return fail("an int8 convolution of stride %d and dilation %d", op->stride, op->dilation);
     lay_out_map(plan->network, &step->out, op->scale, op->zero);
-    step->residual_zero = residual ? residual->zero : 0;
     if (op->stride > 1)
         plan_phases(plan, op, step, num_quads(op->c_in));
     if (step->by_rows && residual)
         return fail("an int8 convolution of kernel %d and stride %d adds a shortcut", op->kernel, op->stride);
     if (plan->max_depth < op->c_in * op->kernel * op->kernel)
         plan->max_depth = op->c_in * op->kernel * op->kernel;
+    if (op->gate_in >= 0 && plan->max_lines < (int)depth * QUAD)
+        plan->max_lines = (int)depth * QUAD;
     step->algorithm = op->kernel == 1 && op->stride == 1 ? POINTWISE : DIRECT;
-    const size_t regrouped =
-        op->gate_in >= 0 ? times(depth, (size_t)divide_up(op->c_out, ROW_GROUP) * ROW_GROUP) : 0;
+    const size_t regrouped = op->gate_in >= 0 ? times(depth, QUAD * ROW_GROUP) : 0;
     plan->thread_floats = larger(plan->thread_floats, (size_t)step->plane_floats + regrouped);
     return plan_taps(op, step) || make_mask(&step->out, step) ? -1 : 0;
 }

@@ -13,7 +13,9 @@ static double now(void) {
 
 static void run_gate(context_t *context, const op_t *op, const step_t *step) {
     sample_t *sample = context->sample;
-    range_t channels = part(context, op->c_in);
+    /* The gates of a block read the same map, one after the other. */
+    const int is_pooled = op > context->plan->network->ops && op[-1].kind == GATE && op[-1].in == op->in;
+    range_t channels = part(context, is_pooled ? 0 : op->c_in);
     if (step->in.scale > 0.f)
         int8_averages(context, op->in, &step->in, (int)channels.begin, (int)channels.end, sample->pooled);
     else
@@ -24,16 +26,8 @@ static void run_gate(context_t *context, const op_t *op, const step_t *step) {
     if (context->thread != 0)
         return;
     float *logits = context->own->logits, *hidden = logits + op->c_out;
-    memcpy(hidden, op->bias, (size_t)op->hidden * sizeof *hidden);
-    for (int c = 0; c < op->c_in; c++)
-        for (int h = 0; h < op->hidden; h++)
-            hidden[h] += op->weight[(ptrdiff_t)c * op->hidden + h] * sample->pooled[c];
-    memcpy(logits, op->bias2, (size_t)op->c_out * sizeof *logits);
-    for (int h = 0; h < op->hidden; h++) {
-        float value = hidden[h] < 0.f ? 0.f : hidden[h];
-        for (int k = 0; k < op->c_out; k++)
-            logits[k] += op->weight2[(ptrdiff_t)h * op->c_out + k] * value;
-    }
+    context->plan->network->int8->gate(
+        sample->pooled, op->c_in, op->weight, op->bias, op->hidden, op->weight2, op->bias2, op->c_out, hidden, logits);
     int count = 0;
     for (int k = 0; k < op->c_out; k++)
         if (logits[k] > 0.f)
@@ -100,6 +94,7 @@ static void run_sample(context_t *context, const batch_t *batch, int64_t index) 
             case POOL: (is_int8 ? run_int8_pool : run_pool)(context, op, step); break;
             case ADAPTIVE_POOL: run_adaptive_pool(context, op, step); break;
             case SUBSAMPLE: (is_int8 ? run_int8_subsample : run_subsample)(context, op, step); break;
+            case INT8_LINEAR: run_int8_linear(context, op); break;
             case QUANTIZE: run_quantize(context, op, step); break;
             case DEQUANTIZE: run_dequantize(context, op, step); break;
             case CONCAT: run_concat(context, op, step); break;

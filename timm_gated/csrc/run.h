@@ -62,6 +62,7 @@ typedef struct {
 
 /* Operations that read or write quantised maps (run_int8.c, run_int8_map.c). */
 void run_int8_conv(context_t *context, const op_t *op, const step_t *step);
+void run_int8_linear(context_t *context, const op_t *op);
 void run_int8_pool(context_t *context, const op_t *op, const step_t *step);
 void run_int8_subsample(context_t *context, const op_t *op, const step_t *step);
 void run_int8_skip(context_t *context, const op_t *op, const step_t *step, const shape_t *out);

@@ -30,36 +30,52 @@ typedef struct {
     const int32_t *open_out; /* NULL: all */
     product8_t product;      /* of the first position */
     uint32_t *line;          /* a row of outputs, if the input has another pitch */
-    int32_t *regrouped;      /* weights of the open inputs, [group][depth][ROW_GROUP] */
-    int next_group;          /* that is not regrouped yet */
+    /* Weights of the open inputs for groups of filters, [slot][depth][ROW_GROUP]: a quad of filters needs at most QUAD
+     * groups, and few slots stay in the cache. */
+    int32_t *regrouped;
+    int groups[QUAD]; /* in the slots, or -1 */
 } conv8_t;
+
+static int least(int a, int b) { return a < b ? a : b; }
 
 static int filter(const conv8_t *conv, int row) { return conv->open_out ? conv->open_out[row] : row; }
 
+
 /* Interleave the weights of the open inputs for a group of filters. */
-static void regroup(const context_t *context, const conv8_t *conv, int group) {
+static void regroup(const context_t *context, const conv8_t *conv, int group, int32_t *to) {
     static const int8_t zeros[ROW_GROUP];
     const op_t *op = conv->op;
-    const int8_t *weights = op->weight8 + (size_t)group * op->c_in * conv->taps * ROW_GROUP;
-    int32_t *to = conv->regrouped + (size_t)group * conv->product.depth * ROW_GROUP;
+    const int taps = conv->taps;
+    const int8_t *weights = op->weight8 + (size_t)group * op->c_in * taps * ROW_GROUP;
     for (int c = 0; c < conv->n_in; c += QUAD) {
         const int8_t *inputs[QUAD];
         ptrdiff_t steps[QUAD];
         for (int i = 0; i < QUAD; i++) {
             const int exists = c + i < conv->n_in;
-            inputs[i] = exists ? weights + (size_t)conv->open_in[c + i] * conv->taps * ROW_GROUP : zeros;
+            inputs[i] = exists ? weights + (size_t)conv->open_in[c + i] * taps * ROW_GROUP : zeros;
             steps[i] = exists ? ROW_GROUP : 0;
         }
-        for (int i = 0; i < QUAD && c + QUAD + i < conv->n_in; i++) /* the next ones */
-            for (int t = 0; t < conv->taps; t++)
-                __builtin_prefetch(
-                    weights + ((size_t)conv->open_in[c + QUAD + i] * conv->taps + (size_t)t) * ROW_GROUP);
-        for (int t = 0; t < conv->taps; t++, to += ROW_GROUP) {
+        for (int t = 0; t < taps; t++, to += ROW_GROUP) {
             context->plan->network->int8->regroup(inputs, to);
             for (int i = 0; i < QUAD; i++)
                 inputs[i] += steps[i];
         }
     }
+}
+
+/* The weights of a group of filters, in a slot: that of the lowest group, if no slot has it. */
+static const int32_t *find_group(const context_t *context, conv8_t *conv, int group) {
+    const size_t slot_size = (size_t)conv->product.depth * ROW_GROUP;
+    int slot = 0;
+    for (int i = 0; i < QUAD; i++) {
+        if (conv->groups[i] == group)
+            return conv->regrouped + i * slot_size;
+        if (conv->groups[i] < conv->groups[slot])
+            slot = i;
+    }
+    conv->groups[slot] = group;
+    regroup(context, conv, group, conv->regrouped + slot * slot_size);
+    return conv->regrouped + slot * slot_size;
 }
 
 /* Compute some filters at some groups of positions. */
@@ -79,6 +95,7 @@ static void run_rows(const context_t *context, const conv8_t *conv, int begin, i
             product.residual = conv->product.residual ? conv->product.residual + at : NULL;
             product.mask = step->mask + at;
             kernels->product(&product, begin, end, count);
+            product.ahead = NULL;
         }
         return;
     }
@@ -95,14 +112,13 @@ static void run_rows(const context_t *context, const conv8_t *conv, int begin, i
     }
 }
 
-/* Weights of filters [begin, end): with gated inputs, those of the groups of filters that are regrouped so far. */
-static void find_rows(const conv8_t *conv, const int32_t **rows, int begin, int end) {
-    const size_t depth = (size_t)conv->product.depth;
+/* Weights of filters [begin, end). */
+static void find_rows(const context_t *context, conv8_t *conv, const int32_t **rows, int begin, int end) {
     for (int m = begin; m < end; m++) {
         const int k = filter(conv, m < conv->n_out ? m : conv->n_out - 1); /* a quad may have less than four filters */
         rows[m] = conv->open_in
-            ? conv->regrouped + (size_t)(k / ROW_GROUP) * depth * ROW_GROUP + k % ROW_GROUP
-            : (const int32_t *)(const void *)(conv->op->weight8 + (size_t)k * depth * QUAD);
+            ? find_group(context, conv, k / ROW_GROUP) + k % ROW_GROUP
+            : (const int32_t *)(const void *)(conv->op->weight8 + (size_t)k * conv->product.depth * QUAD);
     }
 }
 
@@ -114,6 +130,14 @@ static void find_parameters(thread_t *own, const conv8_t *conv, int num_rows) {
         own->multiplier[m] = exists ? op->multiplier[k] : 0.f;
         own->ratio[m] = exists && op->ratio ? op->ratio[k] : 0.f;
     }
+}
+
+/* Lines of the weights of the open inputs, within those of a group of filters. */
+static void find_lines(const conv8_t *conv, int32_t *lines) {
+    for (int i = 0; i < QUAD; i++)
+        for (int c = i; c < num_quads(conv->n_in) * QUAD; c += QUAD)
+            for (int t = 0; t < conv->taps; t++)
+                *lines++ = conv->open_in[least(c, conv->n_in - 1)] * conv->taps + t;
 }
 
 /* Offsets of the inputs: quads, and within them taps. */
@@ -140,6 +164,7 @@ void run_int8_conv(context_t *context, const op_t *op, const step_t *step) {
         .open_out = op->gate_out >= 0 ? sample->open[op->gate_out] : NULL,
         .line = (uint32_t *)own->scratch,
         .regrouped = (int32_t *)own->scratch + step->plane_floats,
+        .groups = {-1, -1, -1, -1},
     };
     const uint32_t *from = (const uint32_t *)sample->buffers[op->in];
     uint32_t *to = (uint32_t *)sample->buffers[op->out];
@@ -174,7 +199,6 @@ void run_int8_conv(context_t *context, const op_t *op, const step_t *step) {
         .ratio = own->ratio,
         .residual = op->residual >= 0 ? (const uint32_t *)sample->buffers[op->residual] + out->origin : NULL,
         .residual_plane = out->plane,
-        .residual_zero = op->residual >= 0 ? step->residual_zero : 0,
         .zero = op->zero,
         .relu = op->relu,
     };
@@ -183,21 +207,22 @@ void run_int8_conv(context_t *context, const op_t *op, const step_t *step) {
     const int begin = (int)share_of.rows.begin, end = (int)share_of.rows.end;
     if (begin == end || share_of.groups.begin == share_of.groups.end)
         return;
-    if (!conv.open_in) {
-        find_rows(&conv, rows, begin, end);
-        run_rows(context, &conv, begin, end, &share_of.groups);
-        return;
+    if (conv.open_in) {
+        find_lines(&conv, own->lines);
+        conv.product.lines = own->lines;
     }
-    conv.next_group = filter(&conv, begin) / ROW_GROUP;
     for (int m = begin, next; m < end; m = next) {
-        /* The groups of the next quad, then all further quads of these groups. */
-        next = m + QUAD;
-        const int last = next < conv.n_out ? next : conv.n_out, group = filter(&conv, last - 1) / ROW_GROUP;
-        for (; conv.next_group <= group; conv.next_group++)
-            regroup(context, &conv, conv.next_group);
-        while (next < end && filter(&conv, (next + QUAD < conv.n_out ? next + QUAD : conv.n_out) - 1) / ROW_GROUP <= group)
-            next += QUAD;
-        find_rows(&conv, rows, m, next);
+        next = end;
+        if (conv.open_in) { /* the next quad, and all further ones of the same groups */
+            const int last = filter(&conv, least(m + QUAD, conv.n_out) - 1) / ROW_GROUP;
+            for (next = m + QUAD; next < end && filter(&conv, least(next + QUAD, conv.n_out) - 1) / ROW_GROUP <= last;)
+                next += QUAD;
+        }
+        find_rows(context, &conv, rows, m, next);
+        conv.product.ahead = NULL;
+        if (next < end && conv.open_in)
+            conv.product.ahead =
+                op->weight8 + (size_t)(filter(&conv, least(next + QUAD, conv.n_out) - 1) / ROW_GROUP) * op->c_in * conv.taps * ROW_GROUP;
         run_rows(context, &conv, m, next, &share_of.groups);
     }
 }

@@ -1,4 +1,5 @@
 /* Operations on quantised maps other than convolutions. */
+#include <math.h>
 #include <string.h>
 
 #include "run_int8.h"
@@ -93,11 +94,13 @@ void run_int8_subsample(context_t *context, const op_t *op, const step_t *step) 
 void run_int8_skip(context_t *context, const op_t *op, const step_t *step, const shape_t *out) {
     const shape_t *in = &step->in;
     const float power = 65536.f;
-    const int32_t bias[QUAD] = {0}, *rows[QUAD] = {bias, bias, bias, bias};
+    int32_t bias[QUAD];
+    const int32_t *rows[QUAD] = {bias, bias, bias, bias};
     float multiplier[QUAD], ratio[QUAD];
     for (int i = 0; i < QUAD; i++) {
         multiplier[i] = 1.f / power;
         ratio[i] = in->scale / out->scale * power;
+        bias[i] = -(int32_t)lrintf(ratio[i] * (float)in->zero);
     }
     range_t quads = part(context, num_quads(in->channels));
     for (ptrdiff_t quad = quads.begin; quad < quads.end; quad++) {
@@ -111,7 +114,6 @@ void run_int8_skip(context_t *context, const op_t *op, const step_t *step, const
             .multiplier = multiplier,
             .ratio = ratio,
             .residual = (const uint32_t *)context->sample->buffers[op->in] + quad * in->plane + in->origin,
-            .residual_zero = in->zero,
             .zero = out->zero,
             .relu = 1,
             .mask = context->plan->steps[op + op->count - context->plan->network->ops].mask,
@@ -137,6 +139,30 @@ void run_quantize(context_t *context, const op_t *op, const step_t *step) {
         fill_margins(out, to);
         for (int y = 0; y < out->height; y++)
             write_row(out, to, y, line + (ptrdiff_t)y * out->width);
+    }
+}
+
+/* A linear layer on a single pixel. */
+void run_int8_linear(context_t *context, const op_t *op) {
+    const int8_kernels_t *kernels = context->plan->network->int8;
+    const float *in = context->sample->buffers[op->in];
+    float *out = context->sample->buffers[op->out];
+    const int quads = num_quads(op->c_in);
+    uint32_t *x = (uint32_t *)context->own->columns; /* unused otherwise, and large enough */
+    for (int quad = 0; quad < quads; quad++) {
+        const float *values[QUAD];
+        for (int i = 0; i < QUAD; i++)
+            values[i] = quad * QUAD + i < op->c_in ? in + (ptrdiff_t)(quad * QUAD + i) * PANEL : NULL;
+        kernels->quantise(values, 1, 1.f / op->scale, op->zero, x + quad);
+    }
+    const uint32_t zeros = (uint32_t)op->zero * 0x01010101u;
+    range_t filters = part(context, op->c_out);
+    for (ptrdiff_t k = filters.begin; k < filters.end; k++) {
+        const int32_t *w = (const int32_t *)(const void *)(op->weight8 + k * quads * QUAD);
+        int32_t sum = kernels->dot(x, w, quads);
+        for (int quad = 0; quad < quads && op->zero; quad++)
+            sum -= kernels->dot(&zeros, w + quad, 1);
+        out[k * PANEL] = (float)sum * op->multiplier[k] + op->bias[k];
     }
 }
 

@@ -56,6 +56,7 @@ static size_t lay_out(workspace_t *workspace, char *memory) {
         const size_t padded = channels + QUAD;
         thread.rows = take(memory, &used, padded, sizeof *thread.rows);
         thread.bias8 = take(memory, &used, padded, sizeof *thread.bias8);
+        thread.lines = take(memory, &used, (size_t)plan->max_lines, sizeof *thread.lines);
         thread.multiplier = take(memory, &used, padded, sizeof *thread.multiplier);
         thread.ratio = take(memory, &used, padded, sizeof *thread.ratio);
         thread.columns = take(memory, &used, (size_t)plan->max_depth, sizeof *thread.columns);

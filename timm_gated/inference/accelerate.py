@@ -123,11 +123,13 @@ class Accelerated(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor) -> Any:
-        return self._finish(self._run(x), x.dtype)
+        return self._finish(self._run(x, only_last=self._runs_head), x.dtype)
 
-    def _run(self, x: torch.Tensor) -> List[torch.Tensor]:
+    def _run(self, x: torch.Tensor, only_last: bool = False) -> List[torch.Tensor]:
         if has_torch_function_unary(x):  # a MacCounter is active
             return run_and_report(self, x)[0]
+        if isinstance(self.runner, NativeRunner):
+            return self.runner(x, only_last=only_last)
         return self.runner(x)
 
     def _finish(self, maps: List[torch.Tensor], dtype: torch.dtype) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 
 from .cost import without_data
-from .program import Int8ConvOp, Op, OutputOp, Program, QuantizeOp, check_images
+from .program import Int8ConvOp, Int8LinearOp, Op, OutputOp, Program, QuantizeOp, check_images
 from .serialize import Network, decode, encode
 
 __all__ = ['NativeRunner', 'fma_peak', 'instruction_sets', 'why_not']
@@ -112,7 +112,7 @@ def _check(result: Any, failed: bool) -> Any:
     return result
 
 
-_KEPT = (Int8ConvOp, QuantizeOp)
+_KEPT = (Int8ConvOp, Int8LinearOp, QuantizeOp)
 
 
 class _Model:
@@ -187,12 +187,18 @@ class NativeRunner:
         return _restored, (encode(Network(self.program)), self._chosen_isa)  # packed for the machine that loads it
 
     @torch.compiler.disable
-    def __call__(self, images: torch.Tensor, num_open: Optional[torch.Tensor] = None) -> List[torch.Tensor]:
+    def __call__(
+            self,
+            images: torch.Tensor,
+            num_open: Optional[torch.Tensor] = None,
+            only_last: bool = False,
+    ) -> List[torch.Tensor]:
         """Run a batch and return the output maps of the program.
 
         Args:
             images: Batch of images.
             num_open: Output tensor for the number of open channels per image and gate, [N, gates], int32.
+            only_last: Whether to return the last map alone, in a list.
         """
         if torch.jit.is_tracing():
             raise ValueError('an accelerated network cannot be traced; trace the original network.')
@@ -203,7 +209,7 @@ class NativeRunner:
         height, width = images.shape[2:]
         if height * width > _MAX_PIXELS:
             raise ValueError(f'the native backend takes images of up to {_MAX_PIXELS} pixels, got {height} x {width}.')
-        results = self._run(_floats(images), num_open)
+        results = self._run(_floats(images), num_open, only_last=only_last)
         self.last_size = height, width
         return [result.to(images.dtype) for result in results]
 
@@ -212,15 +218,17 @@ class NativeRunner:
             images: torch.Tensor,
             num_open: Optional[torch.Tensor] = None,
             milliseconds: Optional[torch.Tensor] = None,
+            only_last: bool = False,
     ) -> List[torch.Tensor]:
         library, model = _get(), self._model.pointer
         count, _, height, width = images.shape
         results = []
         size = (c_int * 3)()
-        for index in range(self._num_outputs):
+        pointers = (c_void_p * self._num_outputs)()  # NULL: not wanted
+        for index in range(self._num_outputs - 1 if only_last else 0, self._num_outputs):
             _check(None, library.tg_output_size(model, index, height, width, size) != 0)
             results.append(torch.empty(count, *size, dtype=torch.float32, device='cpu'))
-        pointers = (c_void_p * len(results))(*(result.data_ptr() for result in results))
+            pointers[index] = results[-1].data_ptr()
         batch = _Batch(
             images.data_ptr(), count, pointers,
             *(None if tensor is None else tensor.data_ptr() for tensor in (num_open, milliseconds)))

@@ -9,8 +9,8 @@ from typing import Any, Dict, NoReturn, Optional, Sequence, Set, Tuple, Union
 import torch
 
 __all__ = [
-    'AdaptivePoolOp', 'ConcatOp', 'ConvOp', 'DequantizeOp', 'GateOp', 'INT8_DEPTH', 'INT8_WEIGHT', 'Int8ConvOp', 'Op',
-    'OutputOp', 'PoolOp', 'Program', 'QuantizeOp', 'SkipOp', 'SubsampleOp', 'check_images', 'pads_same',
+    'AdaptivePoolOp', 'ConcatOp', 'ConvOp', 'DequantizeOp', 'GateOp', 'INT8_DEPTH', 'INT8_WEIGHT', 'Int8ConvOp',
+    'Int8LinearOp', 'Op', 'OutputOp', 'PoolOp', 'Program', 'QuantizeOp', 'SkipOp', 'SubsampleOp', 'check_images', 'pads_same',
 ]
 
 # Limits of the native kernels (csrc/network.h)
@@ -138,7 +138,7 @@ class Int8ConvOp(ConvOp):
     """Convolution of a uint8 map with int8 weights, to a uint8 map.
 
     `clamp(round(multiplier * sum) + zero)`, where the int32 sum is that of the products, of the int32 `bias` and, with
-    a shortcut, of `round(ratio * (shortcut - zero of the shortcut))`. The bias includes the zero of the input.
+    a shortcut, of `round(ratio * shortcut)`. The bias includes what the zeros of input and shortcut contribute.
 
     Attributes:
         multiplier: Multiplier of each filter.
@@ -148,6 +148,22 @@ class Int8ConvOp(ConvOp):
     """
     multiplier: torch.Tensor = field(default_factory=_NONE.clone)
     ratio: torch.Tensor = field(default_factory=_NONE.clone)
+    scale: torch.Tensor = field(default_factory=_NONE.clone)
+    zero: int = 0
+
+
+@dataclass
+class Int8LinearOp(ConvOp):
+    """1 x 1 convolution with int8 weights on a float32 map of one pixel, such as a classifier; the output is float32.
+
+    The input is quantised: `multiplier * sum of weight * (q - zero) + bias`.
+
+    Attributes:
+        multiplier: Multiplier of each filter.
+        scale: Scale of the quantised input, one value.
+        zero: Zero of the quantised input.
+    """
+    multiplier: torch.Tensor = field(default_factory=_NONE.clone)
     scale: torch.Tensor = field(default_factory=_NONE.clone)
     zero: int = 0
 
@@ -221,6 +237,8 @@ class _Validator:
             self.where = f'operation {index}, {type(op).__name__}'
             if isinstance(op, Int8ConvOp):
                 self._check_int8_conv(op)
+            elif isinstance(op, Int8LinearOp):
+                self._check_int8_linear(op)
             elif isinstance(op, ConvOp):
                 self._check_conv(op)
                 self._check_float(op.source, op.residual)
@@ -334,6 +352,25 @@ class _Validator:
         self._check_target(op, op.source)
         self.maps[op.target] = _Map(channels)
 
+    def _check_tensor(self, name: str, tensor: torch.Tensor, dtype: torch.dtype, limit: float, low: float = 0) -> None:
+        if tensor.dtype != dtype:
+            self._fail(f'{name} must be {dtype}, got {tensor.dtype}')
+        if not bool(((tensor >= low) & (tensor <= limit)).all()):
+            self._fail(f'{name} must be between {low} and {limit}')
+
+    def _check_int8_linear(self, op: Int8LinearOp) -> None:
+        self._check_conv(op)
+        self._check_float(op.source)
+        options = op.weight.shape[2], op.stride, op.dilation, op.padding, op.relu, op.residual, op.gate_in, op.gate_out
+        if options != (1, 1, 1, 0, False, None, None, None):
+            self._fail('only a plain 1 x 1 convolution is a linear layer')
+        self._shape(op, 'multiplier', len(op.weight))
+        self._check_tensor('weight', op.weight, torch.int8, INT8_WEIGHT, -INT8_WEIGHT)
+        if op.weight.shape[1] > INT8_DEPTH:
+            self._fail(f'{op.weight.shape[1]} channels are more than {INT8_DEPTH}')
+        self._check_scale(op.scale)
+        self._int(op, 'zero', 0, 255)
+
     def _check_int8_conv(self, op: Int8ConvOp) -> None:
         self._check_conv(op)
         source_zero = self._check_quantised('source', op.source)
@@ -348,18 +385,12 @@ class _Validator:
         c_out, c_in, kernel = op.weight.shape[:3]
         if c_in * kernel ** 2 > INT8_DEPTH:
             self._fail(f'{c_in} channels times {kernel ** 2} taps are more than {INT8_DEPTH}')
-        for name, tensor, dtype in (
-                ('weight', op.weight, torch.int8), ('bias', op.bias, torch.int32),
-                ('multiplier', op.multiplier, torch.float32)):
-            if tensor.dtype != dtype:
-                self._fail(f'{name} must be {dtype}, got {tensor.dtype}')
         self._shape(op, 'multiplier', c_out)
         self._shape(op, 'ratio', 0 if op.residual is None else c_out)
-        for name, tensor, low, high in (
-                ('weight', op.weight, -INT8_WEIGHT, INT8_WEIGHT), ('bias', op.bias, -INT8_BIAS, INT8_BIAS),
-                ('multiplier', op.multiplier, 0, 1), ('ratio', op.ratio, 0, INT8_RATIO)):
-            if not bool(((tensor >= low) & (tensor <= high)).all()):
-                self._fail(f'{name} must be between {low} and {high}')
+        self._check_tensor('weight', op.weight, torch.int8, INT8_WEIGHT, -INT8_WEIGHT)
+        self._check_tensor('bias', op.bias, torch.int32, INT8_BIAS, -INT8_BIAS)
+        self._check_tensor('multiplier', op.multiplier, torch.float32, 1)
+        self._check_tensor('ratio', op.ratio, torch.float32, INT8_RATIO)
         self._check_scale(op.scale)
         self.maps[op.target] = _Map(c_out, op.gate_out, self._int(op, 'zero', 0, 255))
 

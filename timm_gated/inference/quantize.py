@@ -22,6 +22,7 @@ from .program import (
     DequantizeOp,
     GateOp,
     Int8ConvOp,
+    Int8LinearOp,
     Op,
     OutputOp,
     PoolOp,
@@ -203,12 +204,26 @@ def _float_convolutions(program: Program) -> Set[int]:
     return kept
 
 
+def _classifier(program: Program) -> Optional[int]:
+    """Index of the linear layer after global average pooling, whose output is the last one."""
+    if len(program.ops) < 3:
+        return None
+    pool, linear, output = program.ops[-3:]
+    if not (isinstance(pool, AdaptivePoolOp) and isinstance(linear, ConvOp) and isinstance(output, OutputOp)):
+        return None
+    is_linear = (linear.weight.shape[2], linear.stride, linear.padding, linear.relu, linear.residual) == (
+        1, 1, 0, False, None)
+    supported = linear.weight.shape[1] <= INT8_DEPTH
+    return len(program.ops) - 2 if pool.bins == 1 and linear.source == pool.target and is_linear and supported else None
+
+
 class _Rewriter:
     """Goes through a program and keeps track of which maps are quantised, with which scale and zero."""
 
     def __init__(self, program: Program, ranges: Dict[int, Range], method: str) -> None:
         self.program, self.ranges, self.method = program, ranges, method
         self.kept = _float_convolutions(program)
+        self.classifier = _classifier(program)
         self.ops: List[Op] = []
         self.num_maps = program.num_maps
         self.scales: Dict[int, Tuple[float, int]] = {}  # scale and zero by quantised map
@@ -291,6 +306,9 @@ class _Rewriter:
         return copy
 
     def _conv(self, index: int, op: ConvOp, is_int8: bool) -> None:
+        if index == self.classifier:
+            self._add(index, _int8_linear(op, *self._choose(self.writers[op.source])))
+            return
         if op.gate_in is None:
             op = replace(op, source=self._form(op.source, is_int8))
         if op.residual is not None:
@@ -298,7 +316,7 @@ class _Rewriter:
         if not is_int8:
             self._add(index, op)
             return
-        shortcut = None if op.residual is None else self.scales[op.residual][0]
+        shortcut = None if op.residual is None else self.scales[op.residual]
         scale, zero = self._choose(index)
         if op.relu:
             zero = 0
@@ -306,10 +324,28 @@ class _Rewriter:
         self._add(index, quantised, (float(quantised.scale), zero))
 
 
+def _quantize_weight(op: ConvOp, least: float = 1e-30) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Weights in int8, and the scale of each filter."""
+    weight = op.weight.detach().double()
+    if not (torch.isfinite(weight).all() and torch.isfinite(op.bias).all()):
+        raise ValueError(f"the weights of '{op.name}' are not finite, so it cannot be quantised.")
+    scales = (weight.abs().amax((1, 2, 3)) / INT8_WEIGHT).clamp(min=least)
+    return (weight / scales[:, None, None, None]).round().to(torch.int8), scales
+
+
+def _int8_linear(op: ConvOp, scale: float, zero: int) -> Int8LinearOp:
+    """Quantise a classifier whose input is quantised with a scale and a zero."""
+    values, scales = _quantize_weight(op)
+    inputs = torch.tensor([scale])
+    return Int8LinearOp(
+        source=op.source, target=op.target, weight=values, bias=op.bias.detach().float(), name=op.name,
+        multiplier=(float(inputs) * scales).float(), scale=inputs, zero=zero)
+
+
 def _int8_conv(
         op: ConvOp,
         source: Tuple[float, int],
-        shortcut: Optional[float],
+        shortcut: Optional[Tuple[float, int]],
         scale: float,
         zero: int,
 ) -> Int8ConvOp:
@@ -318,27 +354,27 @@ def _int8_conv(
     Args:
         op: Convolution in float32.
         source: Scale and zero of the input.
-        shortcut: Scale of the shortcut, if there is one.
+        shortcut: Scale and zero of the shortcut, if there is one.
         scale: Scale of the output. The result has a larger one where a multiplier would be more than 1.
         zero: Zero of the output.
     """
-    weight, bias = op.weight.detach().double(), op.bias.detach().double()
-    if not (torch.isfinite(weight).all() and torch.isfinite(bias).all()):
-        raise ValueError(f"the weights of '{op.name}' are not finite, so it cannot be quantised.")
+    bias = op.bias.detach().double()
     x_scale, x_zero = source
     # Weights so small that bias or shortcut would be out of range are rounded to zero.
-    least = max(scale / INT8_RATIO, bias.abs().max().item() / (INT8_BIAS // 4), (shortcut or 0.) * 2 / INT8_RATIO)
-    scales = (weight.abs().amax((1, 2, 3)) / INT8_WEIGHT).clamp(min=least / x_scale)
-    values = (weight / scales[:, None, None, None]).round().to(torch.int8)
+    shortcut_scale, shortcut_zero = shortcut or (0., 0)
+    least = max(scale / INT8_RATIO, bias.abs().max().item() / (INT8_BIAS // 4), shortcut_scale * 2 / INT8_RATIO)
+    values, scales = _quantize_weight(op, least / x_scale)
     sums = values.long().sum((1, 2, 3))
     scale = max(scale, float((x_scale * scales).max()))
     # A kernel sees the scale as float32.
     scale = float(torch.tensor(scale, dtype=torch.float32))
+    ratio = (shortcut_scale / (x_scale * scales)).float()
+    zeros = (ratio * shortcut_zero).round().long() + x_zero * sums  # what the zeros of input and shortcut contribute
     return Int8ConvOp(
         source=op.source, target=op.target, weight=values,
-        bias=((bias / (x_scale * scales)).round().long() - x_zero * sums).to(torch.int32),
+        bias=((bias / (x_scale * scales)).round().long() - zeros).to(torch.int32),
         stride=op.stride, dilation=op.dilation, padding=op.padding, relu=op.relu, residual=op.residual,
         gate_in=op.gate_in, gate_out=op.gate_out, name=op.name,
         multiplier=(x_scale * scales / scale).clamp(max=1).float(),
-        ratio=torch.empty(0) if shortcut is None else (shortcut / (x_scale * scales)).float(),
+        ratio=torch.empty(0) if shortcut is None else ratio,
         scale=torch.tensor([scale]), zero=zero)

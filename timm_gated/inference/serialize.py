@@ -15,7 +15,7 @@ Format, version 1. Integers are int64, weights float32, and -1 stands for none. 
                  [out]; `weight1`, `bias1`, `weight2` and `bias2` of a gate, [hidden, in], [hidden], [out, hidden] and
                  [out]; `sources` of a concatenation, the numbers of its maps, int64; `scale` of a quantisation, [1];
                  `weight`, int8, `bias`, int32, `multiplier`, `ratio` (with a shortcut) and `scale` of an int8
-                 convolution
+                 convolution; `weight`, int8, `bias`, `multiplier` and `scale` of an int8 linear layer
 
 These are sufficient to run the program. A network with a classifier has two outputs: the features and, after average
 pooling and a 1 x 1 convolution (absent without classes), the logits; its form is 'map'.
@@ -45,6 +45,7 @@ from .program import (
     DequantizeOp,
     GateOp,
     Int8ConvOp,
+    Int8LinearOp,
     Op,
     OutputOp,
     PoolOp,
@@ -59,7 +60,7 @@ __all__ = ['Network', 'checksum', 'decode', 'encode', 'load_network', 'save_netw
 VERSION = 1
 KINDS: Tuple[Type[Any], ...] = (
     ConvOp, GateOp, PoolOp, AdaptivePoolOp, ConcatOp, SubsampleOp, SkipOp, OutputOp, QuantizeOp, DequantizeOp,
-    Int8ConvOp)
+    Int8ConvOp, Int8LinearOp)
 COLUMNS = (
     'kind', 'source', 'target', 'residual', 'gate', 'gate_in', 'gate_out', 'kernel', 'stride', 'dilation', 'padding',
     'relu', 'average', 'ceil_mode', 'bins', 'align_corners', 'before', 'after', 'count', 'macs',
@@ -67,7 +68,8 @@ COLUMNS = (
 FORMS = ('list', 'tuple', 'map', 'dict')  # of the output maps; 'map': the first one alone
 
 _METADATA = 'timm_gated'
-_INT8_TYPES = {'weight': torch.int8, 'bias': torch.int32}
+_TYPES = {  # of tensors that are not float32
+    (Int8ConvOp, 'weight'): torch.int8, (Int8ConvOp, 'bias'): torch.int32, (Int8LinearOp, 'weight'): torch.int8}
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ class _Reader:
         for field in fields(cls):
             if field.type is torch.Tensor:
                 if field.name != 'ratio' or values['residual'] != -1:
-                    dtype = _INT8_TYPES.get(field.name, torch.float32) if cls is Int8ConvOp else torch.float32
+                    dtype = _TYPES.get((cls, field.name), torch.float32)
                     arguments[field.name] = self.tensor(f'{index}.{field.name}', dtype)
             elif field.name == 'sources':
                 arguments[field.name] = tuple(self.integers(f'{index}.sources'))

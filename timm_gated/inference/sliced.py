@@ -39,7 +39,7 @@ class SlicedRunner(nn.Module):
         self._in_channels, self._num_maps, self._num_gates = program.in_channels, program.num_maps, program.num_gates
         unknown = [op for op in program.ops if type(op) not in _STEPS]
         if unknown:
-            raise ValueError(f"a quantised network needs the native backend ({type(unknown[0]).__name__}).")
+            raise ValueError(f'a quantised network needs the native backend ({type(unknown[0]).__name__}).')
         self.steps = nn.ModuleList(_STEPS[type(op)](op) for op in program.ops)
 
     @property
