@@ -77,8 +77,6 @@ static int plan_conv(plan_t *plan, const op_t *op, step_t *step, const shape_t *
         return -1;
     if (op->stride > 1)
         plan_phases(plan, op, step, num_quads(op->c_in));
-    if (step->by_rows && residual)
-        return fail("an int8 convolution of kernel %d and stride %d adds a shortcut", op->kernel, op->stride);
     if (plan->max_depth < op->c_in * op->kernel * op->kernel)
         plan->max_depth = op->c_in * op->kernel * op->kernel;
     if (op->gate_in >= 0 && plan->max_lines < (int)depth * QUAD)
