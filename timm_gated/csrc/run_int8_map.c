@@ -143,7 +143,8 @@ void run_quantize(context_t *context, const op_t *op, const step_t *step) {
     }
 }
 
-/* A linear layer on a single pixel. */
+/* A linear layer on a single pixel. In double, the product is exact: it makes no difference whether it is fused with the
+ * sum. */
 void run_int8_linear(context_t *context, const op_t *op) {
     const int8_kernels_t *kernels = context->plan->network->int8;
     const float *in = context->sample->buffers[op->in];
@@ -163,7 +164,7 @@ void run_int8_linear(context_t *context, const op_t *op) {
         int32_t sum = kernels->dot(x, w, quads);
         for (int quad = 0; quad < quads && op->zero; quad++)
             sum -= kernels->dot(&zeros, w + quad, 1);
-        out[k * PANEL] = (float)sum * op->multiplier[k] + op->bias[k];
+        out[k * PANEL] = (float)((double)(float)sum * (double)op->multiplier[k] + (double)op->bias[k]);
     }
 }
 
