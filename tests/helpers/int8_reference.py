@@ -27,10 +27,10 @@ from timm_gated.inference.program import (
     SubsampleOp,
 )
 
-__all__ = ['Map', 'Result', 'grid_images', 'quantise', 'run_reference']
+__all__ = ['Map', 'Result', 'grid_images', 'linear', 'run_reference']
 
 FINEST = 2**5  # sums of products of multiples of 1 / FINEST are exact, up to 2^24 / FINEST^2
-SKIP_STEPS, LARGEST_SKIP = np.float32(2**14), np.float32(256)
+SKIP_STEPS, LARGEST_RATIO = np.float32(2**14), np.float32(256)  # of skips
 
 
 @dataclass
@@ -188,9 +188,9 @@ class _Sample:
 
     def int8_linear(self, op: Int8LinearOp, x: Map) -> Map:
         centred = quantise(x.values, op.scale, op.zero) - op.zero
-        sums = convolve(centred, op).astype(np.int64)[:, 0, 0]
-        return replace(x, values=(
-            sums.astype(np.float32) * op.multiplier.numpy() + op.bias.numpy())[:, None, None])
+        sums = convolve(centred, op).astype(np.float32)[:, 0, 0].astype(np.float64)
+        values = sums * op.multiplier.double().numpy() + op.bias.double().numpy()
+        return replace(x, values=values.astype(np.float32)[:, None, None])
 
     def conv(self, op: ConvOp, x: Map) -> Map:
         bias = op.bias.double().numpy()[:, None, None]
@@ -212,7 +212,7 @@ class _Sample:
         if not isinstance(last, Int8ConvOp):
             return replace(x, values=np.where(x.values < 0, np.float32(0), x.values))
         scale = last.scale.numpy()[0]
-        ratio = min(x.scale / scale, LARGEST_SKIP) * SKIP_STEPS
+        ratio = min(x.scale / scale, LARGEST_RATIO) * SKIP_STEPS
         sums = np.rint(x.values.astype(np.float32) * ratio) - np.rint(ratio * np.float32(x.zero))
         multiplier = np.full(len(x.values), 1 / SKIP_STEPS)
         return Map(requantise(sums.astype(np.int64), multiplier, last.zero, True), scale, last.zero, x.exact)
