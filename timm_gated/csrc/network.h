@@ -121,7 +121,7 @@ typedef struct {
 typedef struct {
     const kernels_t *kernels;
     const int8_kernels_t *int8;
-    int border; /* of quantised maps, in pixels: what 'same' convolutions read */
+    int border; /* of quantised maps, in pixels: what convolutions read beyond them */
     int in_channels;
     int num_buffers, num_gates;
     int num_ops, capacity;

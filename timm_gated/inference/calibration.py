@@ -59,8 +59,8 @@ class Range:
         for index, side in enumerate((-values, values)):
             if self.most[index] > 0:
                 # Zeros and values of the other sign are not counted: they do not decide about a range.
-                histogram = torch.histc(side[side > 0].float(), _BINS, 0, self.width * _BINS)
-                self.counts[index] += histogram.double()
+                # In float64: the end of the last bin may be beyond float32.
+                self.counts[index] += torch.histc(side[side > 0].double(), _BINS, 0, self.width * _BINS)
 
     def choose(self, method: str) -> Tuple[float, int]:
         """Return a scale and a zero.

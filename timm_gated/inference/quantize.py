@@ -40,6 +40,7 @@ from .program import (
 
 __all__ = ['quantize', 'tied_convolutions']
 
+
 def quantize(
         program: Program,
         ranges: Dict[int, Range],
@@ -102,15 +103,16 @@ def tied_convolutions(program: Program) -> List[Set[int]]:
 def _float_convolutions(program: Program, kept: Set[int]) -> Set[int]:
     """Indices of the convolutions that stay in float32.
 
-    These are the ones that are not supported, those of single pixels, such as classifiers, those that the caller keeps,
-    and those that are tied to one of them.
+    These are the ones that are not supported, those with gated outputs but no ReLU, those of single pixels, such as
+    classifiers, those that the caller keeps, and those that are tied to one of them.
     """
     kept = set(kept)
     writers: Dict[int, Op] = {}
     for index, op in enumerate(program.ops):
         if isinstance(op, ConvOp):
             writer = writers.get(op.source)
-            if not _is_supported(op) or (isinstance(writer, AdaptivePoolOp) and writer.bins == 1):
+            has_any_sign = op.gate_out is not None and not op.relu  # gated maps have a zero of 0
+            if not _is_supported(op) or has_any_sign or (isinstance(writer, AdaptivePoolOp) and writer.bins == 1):
                 kept.add(index)
         if hasattr(op, 'target'):
             writers[op.target] = op
