@@ -60,7 +60,7 @@ def file_of(tensors: Dict[str, torch.Tensor]) -> bytes:
 def change_integers(rng: random.Random, data: bytes) -> bytes:
     """Change some integers of the operations."""
     tensors = load_tensors(data)
-    values = (-2**63, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 64, 65, 255, 1000, 2**20, 2**20 + 1, 2**31, 2**32, 2**63 - 1)
+    values = (*range(-2, 12), 64, 65, 255, 1000, 2**20, 2**20 + 1, 2**31, 2**32, 2**63 - 1, -2**63)
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         table = tensors[rng.choice(('operations', 'operations', 'operations', 'network'))].view(-1)
         table[rng.randrange(len(table))] = rng.choice(values)

@@ -17,8 +17,8 @@ from accelerated import images
 from effort import TIMES
 from forked import CONTEXT
 from hypothesis import assume, given
-from mutations import mutate
 from int8_programs import int8_programs
+from mutations import mutate
 from programs import programs
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
