@@ -17,21 +17,24 @@ from accelerated import images
 from effort import TIMES
 from forked import CONTEXT
 from hypothesis import assume, given
+from int8_programs import int8_programs
 from mutations import mutate
 from programs import programs
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from saved_networks import NET, NETWORKS, SHALLOW, change_integers, file_of, make, segmentor
+from saved_networks import NET, NETWORKS, SHALLOW, change_integers, file_of, make, quantised, segmentor
 from strategies import examples
 
 from timm_gated import accelerate, load_accelerated
 from timm_gated.inference import Accelerated, serialize
 from timm_gated.inference.native import NativeRunner
-from timm_gated.inference.program import OutputOp, Program
+from timm_gated.inference.program import Int8LinearOp, OutputOp, Program, QuantizeOp
 from timm_gated.inference.serialize import COLUMNS, Network, decode, encode, save_network
 from timm_gated.inference.sliced import SlicedRunner
 
 both = pytest.mark.parametrize('backend', ['native', 'torch'])
+
+
 def as_list(output: Any) -> List[torch.Tensor]:
     return [output] if isinstance(output, torch.Tensor) else list(getattr(output, 'values', lambda: output)())
 
@@ -86,7 +89,7 @@ def test_plan_names_the_same_layers(tmp_path):
 
 
 @examples(60)
-@given(arguments=programs())
+@given(arguments=programs() | int8_programs())
 def test_random_programs(arguments):
     try:
         program = Program(*arguments)
@@ -102,7 +105,8 @@ def test_random_programs(arguments):
             same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: type(a) is type(b) and a == b
             assert same(getattr(op, name), value), (name, op)
     x = torch.randn(2, program.in_channels, 9, 7, generator=torch.Generator().manual_seed(0))
-    for runner in (NativeRunner, SlicedRunner):
+    is_int8 = any(isinstance(op, (QuantizeOp, Int8LinearOp)) for op in program.ops)
+    for runner in (NativeRunner,) if is_int8 else (NativeRunner, SlicedRunner):
         try:
             maps = runner(program)(x)
         except (ValueError, MemoryError, RuntimeError):  # the images are too small for the program, or too large
@@ -227,13 +231,13 @@ def set_network(index: int, value: int) -> Any:
     (set_network(5, 4), 'the form of the output must be between 0 and 3, got 4'),
     (set_network(5, 3), 'the keys of 1 outputs'),
     (set_network(5, 0), 'a classifier needs features that are a single map'),
-    (set_column('kind', 8), 'operation 0: kind must be between 0 and 7, got 8'),
+    (set_column('kind', 12), 'operation 0: kind must be between 0 and 11, got 12'),
     (set_column('source', -2**63), 'operation 0, ConvOp: source must be an integer between 0'),
     (set_column('source', 3), 'operation 0, ConvOp: source 3 is read before it is written'),
     (set_column('relu', 2), 'operation 0, ConvOp: options must be 0 or 1, got 2'),
     (set_column('macs', 2**62), 'macs must be an integer between 0'),
-    (lambda tensors, text: tensors['operations'][0].__setitem__(-1, 5), "must be -1: {'macs': 5}"),
-    (lambda tensors, text: tensors.update(operations=tensors['operations'][:, 1:].clone()), r'the shape \[rows, 20\]'),
+    (lambda tensors, text: tensors['operations'][0].__setitem__(-1, 5), "must be -1: {'zero': 5}"),
+    (lambda tensors, text: tensors.update(operations=tensors['operations'][:, 1:].clone()), r'the shape \[rows, 21\]'),
     (lambda tensors, text: tensors.update(operations=tensors['operations'].int()), 'operations must be torch.int64'),
     (lambda tensors, text: tensors.update(network=torch.zeros(0, dtype=torch.int64)), r'must be 1, got \[\]'),
     (lambda tensors, text: tensors.update(network=tensors['network'][:5].clone()), 'must have 6 values, got 5'),
@@ -257,6 +261,34 @@ def test_wrong_content(change, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         load_accelerated(path)
     assert str(error.value).startswith(f'{path} does not hold an accelerated network: ')
+
+
+def set_value(name: str, value: float) -> Any:
+    def change(tensors: Dict[str, torch.Tensor]) -> None:
+        tensors[f'1.{name}'].view(-1)[0] = value  # of the first convolution
+    return change
+
+
+@pytest.mark.parametrize('change, message', [
+    (set_value('weight', 64), 'Int8ConvOp: weight must be between -63 and 63'),
+    (set_value('bias', 2**30), 'Int8ConvOp: bias must be between'),
+    (set_value('multiplier', 1.5), 'Int8ConvOp: multiplier must be between 0 and 1'),
+    (set_value('scale', -1.), r'scale must be one positive value, got \[-1.0\]'),
+    (lambda tensors: tensors.update({'0.scale': torch.ones(2)}), 'scale must be one positive value'),
+    (lambda tensors: tensors.update({'1.bias': tensors['1.bias'].float()}), '1.bias must be torch.int32'),
+    (lambda tensors: tensors.update({'1.ratio': torch.ones(16)}), "'1.ratio' is not part of the network"),
+    (lambda tensors: tensors.pop('1.multiplier'), '1.multiplier is missing'),
+    (lambda tensors: tensors['operations'][0].__setitem__(-1, 256), 'zero must be an integer between 0 and 255'),
+    (lambda tensors: tensors['operations'][1].__setitem__(-1, -1), 'zero must be an integer between 0 and 255'),
+])
+def test_wrong_content_of_int8_files(change, message, tmp_path):
+    path = tmp_path / 'model.tgn'
+    quantised(**NET).save(path)
+    tensors = load_tensors(path.read_bytes())
+    change(tensors)
+    path.write_bytes(file_of(tensors))
+    with pytest.raises(ValueError, match=message):
+        load_accelerated(path)
 
 
 @pytest.mark.parametrize('content, message', [
@@ -285,11 +317,11 @@ def test_files_that_cannot_be_opened(tmp_path):
             load_accelerated(path)
 
 
-def load_mutations(path: str, count: int) -> Counter:
+def load_mutations(path: str, count: int, backends: List[str]) -> Counter:
     """Load mutations of a file and run those that load. In a process of its own, with little memory."""
     torch.set_num_threads(1)
     data, x = Path(path).read_bytes(), images(1, 8, 8)
-    same = accelerate(make(**NET), 'native')(x)
+    same = load_accelerated(path, 'native')(x)
     in_use = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**30, resource.RLIM_INFINITY))
     outcomes: Counter = Counter()
@@ -298,7 +330,7 @@ def load_mutations(path: str, count: int) -> Counter:
         changed = change_integers(rng, data) if index % 2 else mutate('safetensors', index, data)[1]
         Path(path).write_bytes(changed)
         try:
-            loaded = [load_accelerated(path, backend) for backend in ('native', 'torch')]
+            loaded = [load_accelerated(path, backend) for backend in backends]
         except ValueError as error:
             assert str(error).startswith(path), error
             outcomes['refused'] += 1
@@ -312,11 +344,12 @@ def load_mutations(path: str, count: int) -> Counter:
     return outcomes
 
 
-def test_mutations(tmp_path):
+@pytest.mark.parametrize('precision, backends', [('float32', ['native', 'torch']), ('int8', ['native'])])
+def test_mutations(precision, backends, tmp_path):
     path, count = tmp_path / 'model.tgn', 240 * TIMES
-    saved(path)
+    (quantised(**NET) if precision == 'int8' else accelerate(make(**NET))).save(path)
     with ProcessPoolExecutor(1, mp_context=CONTEXT) as pool:
-        outcomes = pool.submit(load_mutations, str(path), count).result()
+        outcomes = pool.submit(load_mutations, str(path), count, backends).result()
     # Most mutations are damage, some are harmless. Half of them are programs with a correct checksum.
     assert 0.5 * count < outcomes['refused'] < count, outcomes
     assert outcomes['same'] > 0, outcomes

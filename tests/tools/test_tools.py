@@ -177,8 +177,9 @@ def test_benchmarks_say_that_networks_are_untrained(capsys):
     run_tool('benchmark_training', '--only', 'step', '--depth', '18', '--batch-size', '2', '--image-size', '32',
              '--rounds', '1')
     run_tool('soak_inference', '--no-pretrained', '--count', '10', '--growth', '1000')
+    run_tool('soak_inference', '--no-pretrained', '--count', '10', '--growth', '1000', '--precision', 'int8')
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and all('untrained' in line for line in lines)
+    assert len(lines) == 3 and all('untrained' in line for line in lines)
 
 
 # Errors
