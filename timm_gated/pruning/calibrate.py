@@ -7,14 +7,15 @@ budgets, without training.
 A shift is added to the bias that ends the logits (see `logit_biases`). The result therefore has the same modules and
 keys as the original, and everything that reads weights works on it: `accelerate`, exports, `save_pretrained`.
 
-All thresholds move with one number, the dial: together, or each in proportion to the square root of what its filter
-costs. MACs do not follow from the logits of one pass, since gates read features that other gates change. Therefore the
-dial is solved from the logits of a pass and the network is run again, until the measured share is the target.
+All thresholds move with one number, the dial. They are equal, or each has the logarithm of what its filter costs as an
+offset: then a filter is kept if its odds of being open, exp(logit), divided by its MACs exceed a bound. MACs do not
+follow from the logits of one pass, since gates read features that other gates change. Therefore the dial is solved from
+the logits of a pass and the network is run again, until the measured share is the target.
 """
 import copy
 import math
-from bisect import bisect_left
 from dataclasses import dataclass
+from statistics import mean
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Tuple
 
 import torch
@@ -28,7 +29,7 @@ from .prune import check_repeatable
 __all__ = ['Calibrated', 'calibrate', 'calibrate_with']
 
 RULES = ('global', 'cost')
-MAX_PASSES = 12
+MAX_PASSES = 16
 
 RunBatch = Callable[[nn.Module, Any], Any]
 
@@ -84,9 +85,10 @@ def calibrate(
     several budgets. Gates that are forced while this function runs are not forced in the copy.
 
     Gates with a threshold can be calibrated: those of batch shaping, L0, DGNet, ConvNet-AIG, GaterNet and SkipNet. FBS
-    keeps a fixed share of the filters instead; set its `density`.
+    keeps a fixed share of the filters instead; set its `density`. A network whose share is within the tolerance keeps
+    its thresholds. Calibrate the original rather than a calibrated network: 'cost' would count twice.
 
-    Training images are a good choice; a few thousand suffice. About four passes are made, at most 12. The logits of a
+    Training images are a good choice; a few thousand suffice. About four passes are made, at most 16. The logits of a
     pass are kept in memory, 4 bytes per gate and image.
 
     Args:
@@ -94,8 +96,8 @@ def calibrate(
         loader: Batches of images or of (images, labels).
         share: Average MACs, gates included, as a share of the dense network's. It may be above or below the share that
             the model uses now.
-        by: 'global' shifts all thresholds equally. 'cost' shifts them in proportion to the square root of the MACs that
-            the decision switches, so that expensive filters close first.
+        by: 'cost' adds the logarithm of the MACs that a decision switches to its threshold, so that cheap filters stay
+            open longer. 'global' shifts all thresholds equally, which keeps the order of the trained decisions.
         tolerance: Largest difference between `share` and the measured share. If decisions jump over it, as with few
             images, the nearest share found is returned.
 
@@ -142,14 +144,16 @@ def calibrate_with(
         raise ValueError(
             f'share must be from {possible[0]:.3f} (all gates closed) to {possible[1]:.3f} (all gates open) for this '
             f'network, got {share}.')
-    if by == 'cost':
-        dial.set_scales(first.costs())
-    tried = {dial.value: first.share}
+    tried: Dict[float, float] = {}
+    if by == 'cost' and abs(first.share - share) > tolerance:
+        dial.offset(first.costs())
+    else:
+        tried[dial.value] = first.share
     while abs(measured.share - share) > tolerance and len(tried) < MAX_PASSES:
-        value = measured.solve(share, dial.scales)
-        if value == dial.value:  # the nearest that the decisions allow
+        value = measured.solve(share, dial.offsets)
+        if value in tried:  # the nearest that the decisions allow
             break
-        dial.turn(_between(value, tried, share))
+        dial.turn(_next(dial.value, value, tried, share))
         measured = dial.measure()
         tried[dial.value] = measured.share
     dial.turn(min(tried, key=lambda value: abs(tried[value] - share)))
@@ -166,19 +170,27 @@ def calibrate_with(
     )
 
 
-def _between(value: float, tried: Mapping[float, float], share: float) -> float:
-    """The proposed value of the dial, or the middle of the measured interval around the target.
+def _next(value: float, solved: float, tried: Mapping[float, float], share: float) -> float:
+    """Value of the dial for the next pass.
+
+    The solution from the logits of the last pass is right if later gates do not react. As long as the target is not
+    enclosed, steps grow from the fourth pass on. Once it is, the measured interval is divided.
 
     Args:
-        value: Proposed value.
-        tried: Measured shares by the value of the dial.
+        value: Value of the last pass.
+        solved: Value that the logits of the last pass lead to.
+        tried: Measured shares by value.
         share: Target share.
     """
     low = max((known for known, measured in tried.items() if measured > share), default=-math.inf)
     high = min((known for known, measured in tried.items() if measured <= share), default=math.inf)
     if math.isinf(high - low):
-        return value if low < value < high else low + 1 if math.isinf(high) else high - 1
-    return value if low < value < high and len(tried) < MAX_PASSES // 2 else (low + high) / 2
+        solved = value + max(1, len(tried) - 2) * (solved - value)
+        return solved if low < solved < high else low + 1 if math.isinf(high) else high - 1
+    if low < solved < high and len(tried) < 4:
+        return solved
+    part = (tried[low] - share) / (tried[low] - tried[high]) if len(tried) % 2 else 0.5
+    return low + part * (high - low)
 
 
 class _Dial:
@@ -191,7 +203,7 @@ class _Dial:
 
     Attributes:
         network: The copy, in evaluation mode.
-        scales: Shift of the threshold per unit of the dial, by name of the gate module.
+        offsets: Difference between threshold and dial, by name of the gate module.
         value: Value of the dial, 0 at first.
     """
 
@@ -207,28 +219,27 @@ class _Dial:
                     f"gate '{name}' is a {type(gate).__name__}, which has no threshold of its own here, so the network "
                     f'cannot be calibrated. The MACs of FBS follow from its option density.')
         self._originals = {name: bias.clone() for name, bias in self._biases.items()}
-        self.scales = dict.fromkeys(self._biases, 1.)
+        self.offsets = dict.fromkeys(self._biases, 0.)
         self.value = 0.
 
-    def set_scales(self, costs: Mapping[str, float]) -> None:
-        """Make the scales proportional to the square root of the cost. Gates that share a bias have one scale.
+    def offset(self, costs: Mapping[str, float]) -> None:
+        """Make the offsets the logarithm of the cost, with a mean of zero. Gates that share a bias have their mean.
 
         Args:
             costs: MACs per decision, by name of the gate module. Gates without a cost did not run.
         """
+        logs = {name: math.log(cost) for name, cost in costs.items()}
         sharing: Dict[int, List[float]] = {}
-        for name, cost in costs.items():
-            sharing.setdefault(self._biases[name].data_ptr(), []).append(cost)
-        mean = sum(costs.values()) / len(costs)
-        for name in costs:
-            same = sharing[self._biases[name].data_ptr()]
-            self.scales[name] = math.sqrt(sum(same) / len(same) / mean)
+        for name, log in logs.items():
+            sharing.setdefault(self._biases[name].data_ptr(), []).append(log)
+        for name in logs:
+            self.offsets[name] = mean(sharing[self._biases[name].data_ptr()]) - mean(logs.values())
 
     def turn(self, value: float) -> None:
         """Set the dial. A higher value closes more gates."""
         self.value = value
         for name, bias in self._biases.items():
-            bias.copy_(self._originals[name] - value * self.scales[name])
+            bias.copy_(self._originals[name] - value - self.offsets[name])
 
     def thresholds(self) -> Dict[str, torch.Tensor]:
         """Logits of the original network above which gates open, [num_gates], by name of the gate module."""
@@ -245,9 +256,13 @@ class _Dial:
                 self._run(self.network, batch)
             macs, formula = counter.macs(), counter.formula()
             ran = {name for _, ungated in formula.switched.values() for name in ungated}
-            logits = {name: gate.logits + thresholds[name] for name, gate in gates(self.network) if name in ran}
-            for name, part in logits.items():
-                if not part.isfinite().all():
+            logits: Dict[str, torch.Tensor] = {}
+            for name, gate in gates(self.network):
+                if name not in ran:
+                    continue
+                assert gate.logits is not None
+                logits[name] = gate.logits + thresholds[name]
+                if not logits[name].isfinite().all():
                     raise ValueError(
                         f"a logit of gate '{name}' is not finite: the weights or the input hold NaN or infinity. Check "
                         f'that training was stable and that the input is normalised as in training.')
@@ -295,18 +310,18 @@ class _Measured:
                 costs[name] += macs / (logits[name].shape[1] + always)
         return costs
 
-    def solve(self, share: float, scales: Mapping[str, float]) -> float:
+    def solve(self, share: float, offsets: Mapping[str, float]) -> float:
         """Value of the dial at which the recorded logits use a share, halfway between the nearest decisions.
 
         Args:
             share: Target share.
-            scales: Shift of the threshold per unit of the dial, by name of the gate module.
+            offsets: Difference between threshold and dial, by name of the gate module.
         """
-        critical = [{name: part / scales[name] for name, part in logits.items()} for _, _, logits in self._batches]
+        critical = [{name: part - offsets[name] for name, part in logits.items()} for _, _, logits in self._batches]
         steps = torch.cat([part.flatten() for parts in critical for part in parts.values()]).unique()
 
         def value(index: int) -> float:
-            """Value of the dial that closes the decisions of so many steps."""
+            """Value of the dial above this number of steps."""
             if index in (0, len(steps)):
                 return float(steps[0]) - 1 if index == 0 else float(steps[-1]) + 1
             return (float(steps[index - 1]) + float(steps[index])) / 2
@@ -317,5 +332,8 @@ class _Measured:
                 for (_, formula, _), parts in zip(self._batches, critical, strict=True))
             return used / self.dense - share
 
-        index = bisect_left(range(len(steps)), 0, key=lambda index: -excess(index))
-        return value(min(max(index - 1, 0), index, key=lambda index: abs(excess(index))))
+        low, high = 0, len(steps)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if excess(middle) > 0 else (low, middle)
+        return value(min(max(low - 1, 0), low, key=lambda index: abs(excess(index))))
