@@ -103,7 +103,10 @@ def calibrate(
         by: How the thresholds are shifted, see `timm_gated.calibrate`.
         tolerance: Largest difference between `share` and the measured share.
     """
-    return calibrate_with(model, lambda network, batch: network.test_step(batch), loader, share, by, tolerance)
+    def segment(network: Any, batch: Any) -> None:
+        network.test_step(batch)
+
+    return calibrate_with(model, segment, loader, share, by, tolerance)
 
 
 def pruned_config(cfg: Config, model: Any, classes: Optional[Sequence[int]] = None) -> Config:

@@ -144,17 +144,19 @@ def calibrate_with(
         raise ValueError(
             f'share must be from {possible[0]:.3f} (all gates closed) to {possible[1]:.3f} (all gates open) for this '
             f'network, got {share}.')
+    passes = 1
     tried: Dict[float, float] = {}
     if by == 'cost' and abs(first.share - share) > tolerance:
         dial.offset(first.costs())
     else:
         tried[dial.value] = first.share
-    while abs(measured.share - share) > tolerance and len(tried) < MAX_PASSES:
+    while abs(measured.share - share) > tolerance and passes < MAX_PASSES:
         value = measured.solve(share, dial.offsets)
         if value in tried:  # the nearest that the decisions allow
             break
         dial.turn(_next(dial.value, value, tried, share))
         measured = dial.measure()
+        passes += 1
         tried[dial.value] = measured.share
     dial.turn(min(tried, key=lambda value: abs(tried[value] - share)))
     return Calibrated(
@@ -166,7 +168,7 @@ def calibrate_with(
         dense_macs=first.dense / first.num_samples,
         thresholds=dial.thresholds(),
         num_samples=first.num_samples,
-        num_passes=len(tried),
+        num_passes=passes,
     )
 
 
