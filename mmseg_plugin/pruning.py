@@ -1,6 +1,6 @@
 """`prune_static`, `specialize` and `calibrate` for segmentors
 
-As in `timm_gated.pruning`, with mmseg's loaders; figures of pruned networks are pixel accuracies. An image belongs to every class in its label map.
+As in `timm_gated.pruning`, with mmseg's loaders and pixel accuracy. An image belongs to every class in its label map.
 mmseg's scripts test or fine-tune the result with the config of `pruned_config` and the pruned weights.
 """
 import copy
