@@ -77,7 +77,7 @@ def calibrate_classifier(args: Namespace) -> List[Result]:
         calibrated = calibrate(network, Progress(images, f'{share:.1%}'), share, args.by, args.tolerance)
         print(calibrated)
         if args.eval_split:
-            name = f'{title(network, args.model, Path(args.checkpoint).stem)}, by {args.by}'
+            name = f'{title(network, args.model, args.name or Path(args.checkpoint).stem)}, by {args.by}'
             results.append(evaluate(network, calibrated, name, args))
         if args.output:
             save_pretrained(calibrated.model, args.output, data.class_names)
@@ -120,6 +120,7 @@ def parse_args(argv: Optional[List[str]]) -> Namespace:
     parser.add_argument('--checkpoint', default='', metavar='FILE', help='weights of the model')
     parser.add_argument('--output', type=Path, metavar='DIR', help='new folder for the calibrated network')
     parser.add_argument('--results', type=Path, metavar='FILE', help='JSON file for the figures of --eval-split')
+    parser.add_argument('--name', default='', help='name of the network in the figures (default: model or checkpoint)')
     group = parser.add_argument_group('calibration')
     group.add_argument(
         '--share', nargs='+', type=float, default=[0.6], metavar='X',
