@@ -19,7 +19,7 @@ from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d, SlimResNet
 from mmseg_plugin.analysis import create_segmentation, load_config
 from mmseg_plugin.backbones import backbone_cfg
 from mmseg_plugin.pruning import prune_static, pruned_config, specialize
-from timm_gated import accelerate, gates
+from timm_gated import accelerate, calibrate, gates
 from timm_gated.inference.export import export_onnx
 from timm_gated.layers.narrow import inner_channels
 from timm_gated.pruning.filters import keep_used_filters
@@ -149,6 +149,27 @@ def test_command_line_options_are_saved(segmentation, tmp_path):
     assert prune('--mmseg-config', config, *options, '--output', tmp_path / 'pruned') == 0
     model = MODELS.build(Config.fromfile(tmp_path / 'pruned' / 'config.py').model)
     model.load_state_dict(torch.load(tmp_path / 'pruned' / 'weights.pth', weights_only=True)['state_dict'])
+
+
+def test_saved_calibrated_segmentor(segmentation, tmp_path, capsys):
+    config, weights, model, _ = segmentation
+    options = ['--mmseg-config', config, '--share', '0.75', '--tolerance', '0.1', '--images', '1']
+    assert run_tool('calibrate', *options, '--checkpoint', weights, '--output', tmp_path / 'saved') == 0
+    assert 'images: 1' in capsys.readouterr().out
+    again = MODELS.build(Config.fromfile(tmp_path / 'saved' / 'config.py').model)
+    again.load_state_dict(torch.load(tmp_path / 'saved' / 'weights.pth', weights_only=True)['state_dict'])
+    changed = {name for name, value in again.state_dict().items() if not torch.equal(value, model.state_dict()[name])}
+    assert changed == {f'{name}.fc2.bias' for name, _ in gates(model)}
+    assert run_tool('calibrate', *options, '--checkpoint', weights, '--eval-split', 'val') == 1
+    assert 'tools/test.py' in capsys.readouterr().err
+
+
+def test_calibrated_backbones():
+    model = spread_gates(GatedResNet(depth=18, base_channels=16, stem_channels=16, **TWO_STAGES))
+    batches = [torch.randn(2, 3, 64, 64), torch.randn(1, 3, 32, 32)]
+    result = calibrate(model, batches, 0.6, tolerance=0.01)
+    assert result.share == pytest.approx(0.6, abs=0.01) and isinstance(result.model, GatedResNet)
+    assert not result.model.training
 
 
 @pytest.mark.parametrize('kwargs, message', [

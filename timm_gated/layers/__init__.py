@@ -1,7 +1,7 @@
 """Gates, gated blocks and MAC counting"""
 from .forcing import force_gates
 from .gate import ChannelGate, Gate, GatePool, Gating, apply_gate, set_gate_noise, two_layers
-from .gate_state import LastPass, gate_density, gate_logits, gate_masks, gate_scores, gates
+from .gate_state import LastPass, gate_density, gate_logits, gate_masks, gate_scores, gates, logit_biases
 from .gated_blocks import (
     GatedBasicBlock,
     GatedBlock,
@@ -68,6 +68,7 @@ __all__ = [
     'gated_channels',
     'gates',
     'inner_channels',
+    'logit_biases',
     'mac_formula',
     'narrow_map',
     'narrow_maps',
