@@ -6,7 +6,8 @@ Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://op
 
 By default the inner maps are gated, after the activation. The forward values are the same as before a ReLU, but closed
 filters get no gradient, which the paper found necessary for stable training. The other positions of its ablation are
-options. The paper does not say which maps of a bottleneck are gated; here both inner ones are, each by its own gate.
+options. The paper does not say which maps of a bottleneck are gated; here both inner ones are, each by its own gate. A
+filter of a grouped convolution (ResNeXt) reads the open inputs of its own group only.
 """
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 # Gates over the inputs and outputs of each convolution, by name. Each decision of a gate switches an equal share of the
-# channels: one filter, or all filters if the gate has a single decision.
+# channels: one filter, or all filters if the gate has a single decision. Convolutions may be grouped.
 GatedConvs = Dict[str, Tuple[Optional[Gate], Optional[Gate]]]
 
 MapMasks = Dict[int, torch.Tensor]  # masks by the index of the feature map
@@ -71,9 +72,6 @@ class GatedBlock(nn.Module):
         dd = {'device': device, 'dtype': dtype}
         super().__init__(inplanes, planes, stride, downsample, **kwargs, **dd)
         convs = [getattr(self, f'conv{index}') for index in range(1, self.num_convs + 1)]
-        for conv in convs:
-            if conv.groups > 1:
-                raise ValueError(f'gates need plain convolutions: cardinality must be 1, got {conv.groups}.')
         maps = range(self.num_convs + 1)
         gated_maps = check_maps(maps[1:-1] if gated_maps is None else gated_maps, maps)
         self.gate_before_act = gate_before_act
