@@ -7,7 +7,7 @@ from timm_gated.version import __version__ as __version__
 
 from . import compat  # noqa: F401, I001  (must precede all imports of mmseg)
 from . import heads as _heads  # noqa: F401  (registers the compilation of decode heads)
-from .backbones import GatedResNet, GatedResNetV1c, GatedResNetV1d, SlimResNet
+from .backbones import GatedResNet, GatedResNetV1c, GatedResNetV1d, GatedResNeXt, SlimResNet
 from .checkpoints import WholeFileBackend, load_from_safetensors, load_from_timm_gated
 from .datasets import CamVidDataset
 from .hooks import GateLossScheduleHook, GateStatisticsHook
@@ -24,6 +24,7 @@ __all__ = [
     'GateStatisticsHook',
     'GatedCascadeEncoderDecoder',
     'GatedEncoderDecoder',
+    'GatedResNeXt',
     'GatedResNet',
     'GatedResNetV1c',
     'GatedResNetV1d',
