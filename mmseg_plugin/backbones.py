@@ -244,8 +244,8 @@ def backbone_cfg(backbone: Union[GatedResNet, SlimResNet]) -> Dict[str, Any]:
     """Config of a backbone, pruned or not, without its weights."""
     if not isinstance(backbone, (GatedResNet, SlimResNet)):
         raise ValueError(
-            f'a pruned backbone must be a GatedResNet, GatedResNetV1c, GatedResNetV1d, GatedResNeXt or SlimResNet to be '
-            f'saved, got a {type(backbone).__name__}.')
+            f'to be saved, a pruned backbone must be a GatedResNet, GatedResNetV1c, GatedResNetV1d, GatedResNeXt or '
+            f'SlimResNet, got a {type(backbone).__name__}.')
     args = {k: v for k, v in backbone.resnet_args.items() if k not in ('init_cfg', 'pretrained')}
     cfg = dict(args, inner_channels=inner_channels(backbone))
     if isinstance(backbone, GatedResNet):
