@@ -16,6 +16,7 @@ from .compiler import (
 from .export import export_onnx, export_program, onnx_difference
 from .native import instruction_sets
 from .program import AdaptivePoolOp, ConcatOp, ConvOp, Program
+from .quantize import batch_images
 from .sliced import SlicedRunner
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     'Trunk',
     'accelerate',
     'accelerated_parts',
+    'batch_images',
     'compile_module',
     'compile_trunk',
     'complete_trunk',

@@ -7,9 +7,11 @@ classifier stay in float32, on the averages of quantised maps. csrc/int8.h defin
 Convolutions that the int8 kernels do not support stay in float32, with conversions around them.
 """
 from dataclasses import replace
+from functools import singledispatch
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Set, Tuple
 
 import torch
+import torch.nn as nn
 
 from .program import (
     INT8_BIAS,
@@ -35,7 +37,7 @@ from .program import (
 )
 from .sliced import SlicedRunner
 
-__all__ = ['RANGES', 'Range', 'calibrate', 'calibration_images', 'quantize']
+__all__ = ['RANGES', 'Range', 'batch_images', 'calibrate', 'calibration_images', 'quantize']
 
 RANGES = ('percentile', 'mse', 'max')  # ways to choose the range of a map
 
@@ -115,17 +117,29 @@ class Range:
         return best * low, best * high
 
 
-def calibration_images(calibration: Any) -> Iterator[torch.Tensor]:
+@singledispatch
+def batch_images(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return the images of a batch of calibration data, as the network gets them. Other packages may register theirs.
+
+    Args:
+        model: Network that is accelerated.
+        batch: Batch of a loader. By default a tensor, or a tuple that begins with one.
+    """
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
+def calibration_images(calibration: Any, model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the batches of a loader.
 
     Args:
-        calibration: Tensor of images, or iterable of batches: tensors, or tuples that begin with one.
+        calibration: Tensor of images, or iterable of batches.
+        model: Network that is accelerated.
     """
     if isinstance(calibration, torch.Tensor):
         yield calibration
         return
     for batch in calibration:
-        yield batch[0] if isinstance(batch, (tuple, list)) else batch
+        yield batch_images(model, batch)
 
 
 def calibrate(program: Program, images: Iterable[torch.Tensor]) -> Dict[int, Range]:
