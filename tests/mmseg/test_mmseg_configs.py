@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from mmengine.config import Config
+from mmengine.hub import get_config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DefaultScope
 from mmseg.registry import DATASETS, HOOKS, METRICS, MODELS
@@ -69,9 +70,28 @@ def test_cityscapes_schedule(path):
     assert cfg.train_dataloader.dataset.pipeline[3].crop_size == (448, 672)
     assert cfg.optim_wrapper.optimizer.lr == 0.02 and cfg.param_scheduler[0].eta_min == 0
     assert cfg.param_scheduler[0].power == 0.9 and cfg.model.test_cfg.mode == 'whole'
+    weights = {'r18': 'resnet18_v1c', 'r50': 'resnet50_v1c', 'x50-32x4d': 'resnext50_32x4d'}
     pretrained = cfg.model.backbone.get('init_cfg', {}).get('checkpoint')
-    assert pretrained == ('open-mmlab://resnet50_v1c' if 'in1k-pre' in path.stem else None)
+    name = re.search(r'_(r18|r50|x50-32x4d)[-_]', path.stem).group(1)
+    assert pretrained == (f'open-mmlab://{weights[name]}' if 'in1k-pre' in path.stem else None)
     assert cfg.model.get('pretrained') is None
+
+
+@pytest.mark.parametrize('path', [
+    path for path in CONFIGS if path.parent.name != 'pspnet' and 'x50' not in path.stem], ids=lambda path: path.stem)
+def test_networks_are_those_of_mmseg(path):
+    """With gates, and with BN instead of SyncBN."""
+    name = path.stem.removeprefix('gated-').split('_1xb6')[0]
+    theirs = get_config(f'mmseg::{path.parent.name}/{name}_4xb2-80k_cityscapes-512x1024.py').model
+    ours = Config.fromfile(path).model
+    assert ours.backbone.init_cfg.checkpoint == theirs.pretrained
+    for part in ('backbone', 'decode_head', 'auxiliary_head'):
+        theirs[part].norm_cfg.type = 'BN'
+    theirs.backbone.update(type='GatedResNetV1c', init_cfg=ours.backbone.init_cfg)
+    theirs.data_preprocessor.size = (448, 672)
+    theirs.update(
+        type='GatedEncoderDecoder', pretrained=None, count_macs=True, gate_losses=ours.gate_losses, _scope_='mmseg')
+    assert ours.to_dict() == theirs.to_dict()
 
 
 def test_options_of_the_readme():
