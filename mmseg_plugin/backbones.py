@@ -5,7 +5,7 @@ mmseg's ResNet, ResNetV1c, ResNetV1d and ResNeXt with the channel gates of `timm
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
 Masks are applied to the input of the next convolution: after the ReLU and after plugins. Parameter names are mmseg's
-plus those of the gates, so dense checkpoints load by name.
+plus those of the gates, so dense checkpoints load by name: of a backbone, or of a network with one.
 
 `SlimResNet` is mmseg's ResNet with inner maps of any width, the result of `specialize`.
 """
@@ -37,6 +37,8 @@ from timm_gated.layers import (
 from timm_gated.models import check_depth, check_incoming
 from timm_gated.pruning import without_gates
 from timm_gated.utils import install
+
+from .convert import take_backbone
 
 __all__ = ['GatedResNeXt', 'GatedResNet', 'GatedResNetV1c', 'GatedResNetV1d', 'SlimResNet', 'backbone_cfg']
 
@@ -190,6 +192,7 @@ class GatedResNet(ResNet):
         return super().make_res_layer(**kwargs, **self._gate_args)
 
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args) -> None:
+        take_backbone(self, state_dict, prefix)
         check_incoming(self, state_dict, prefix, ValueError)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -236,6 +239,7 @@ class SlimResNet(ResNet):
         narrow_maps(self, inner_channels)
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        take_backbone(self, state_dict, prefix)
         check_depth(self, state_dict, prefix, ValueError)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -5,7 +5,7 @@ from typing import Any, Dict, List
 import mmseg
 import numpy as np
 import torch
-from mmengine.config import ConfigDict
+from mmengine.config import Config, ConfigDict
 from mmengine.structures import PixelData
 from mmseg.registry import MODELS
 from mmseg.structures import SegDataSample
@@ -13,6 +13,8 @@ from paths import ROOT
 from PIL import Image
 
 SCRIPTS = Path(mmseg.__file__).parent / '.mim' / 'tools'  # mmseg's train.py and test.py
+CONFIGS = sorted((ROOT / 'configs' / 'mmseg').glob('[!_]*/*.py'))
+OTHERS = [path for path in CONFIGS if path.parent.name != 'pspnet']
 BASE = ROOT / 'configs' / 'mmseg' / 'pspnet' / 'gated-pspnet_r50-d8_1xb6-150k_cityscapes-448x672.py'
 
 # One of our configs with small images.
@@ -88,6 +90,21 @@ def samples(count: int, size: int) -> List[SegDataSample]:
     return [
         SegDataSample(metainfo=metainfo, gt_sem_seg=PixelData(data=torch.randint(5, (1, *shape))))
         for _ in range(count)]
+
+
+def narrowed(path: Path) -> Dict[str, Any]:
+    """Settings that give the model of a config small images and an eighth of its channels.
+
+    Args:
+        path: Path of the config.
+    """
+    model = Config.fromfile(path).model
+    heads = {
+        name: {
+            key: [number // 8 for number in value] if isinstance(value, list) else value // 8
+            for key, value in model[name].items() if key.endswith('channels')}
+        for name in ('decode_head', 'auxiliary_head')}
+    return dict(data_preprocessor=dict(size=(64, 64)), backbone=dict(base_channels=8, stem_channels=8), **heads)
 
 
 def write_config(folder: Path, base: Path = BASE, settings: str = PSPNET) -> Path:

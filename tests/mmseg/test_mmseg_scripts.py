@@ -13,10 +13,9 @@ import mmseg_plugin  # noqa: F401  (must precede imports of mmseg)
 import pytest
 import torch
 from forked import run_script
-from mmengine.config import Config
 from mmseg.apis import init_model
-from mmseg_small import SCRIPTS, write_config
-from paths import HELPERS, ROOT
+from mmseg_small import OTHERS, SCRIPTS, narrowed, write_config
+from paths import HELPERS
 from safetensors.torch import load_file
 from tool import run_tool
 
@@ -70,24 +69,10 @@ def test_train_resume_test(tmp_path):
     assert torch.equal(converted['layer1.0.gate1.fc1.weight'], model.backbone.layer1[0].gate1.fc1.weight)
 
 
-OTHERS = sorted(path for path in (ROOT / 'configs' / 'mmseg').glob('[!_]*/*.py') if path.parent.name != 'pspnet')
-
-
-def narrowed(model: Any) -> dict:
-    """Settings that divide the numbers of channels of a model by 8, and train it from scratch on small images."""
-    heads = {
-        name: {
-            key: [number // 8 for number in value] if isinstance(value, list) else value // 8
-            for key, value in model[name].items() if key.endswith('channels')}
-        for name in ('decode_head', 'auxiliary_head')}
-    backbone = dict(init_cfg=None, base_channels=8, stem_channels=8)
-    return dict(data_preprocessor=dict(size=(64, 64)), backbone=backbone, **heads)
-
-
 @pytest.mark.parametrize('path', OTHERS, ids=lambda path: path.stem.split('_1xb')[0])
 def test_other_segmentors_train(path, tmp_path):
-    model = narrowed(Config.fromfile(path).model)
-    config, work_dir = write_config(tmp_path, path, f'model = {model}'), tmp_path / 'work'
+    settings = f'model = {narrowed(path)}; model["backbone"]["init_cfg"] = None'
+    config, work_dir = write_config(tmp_path, path, settings), tmp_path / 'work'
     log = run_forked(
         tmp_path, SCRIPTS / 'train.py', config, '--work-dir', work_dir, '--cfg-options', 'train_cfg.max_iters=2')
     steps = [entry for entry in scalars(work_dir) if 'loss' in entry]
