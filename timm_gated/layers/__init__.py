@@ -27,7 +27,7 @@ from .macs import (
     run_and_report,
     run_apart,
 )
-from .narrow import Channels, check_map, gated_channels, inner_channels, narrow_map, narrow_maps, residual_blocks
+from .narrow import Channels, check_map, gated_channels, inner_channels, narrow_map, narrow_maps
 from .skip_gates import GATES, STAGES, Memory, RecurrentGate, SkipGate
 
 __all__ = [
@@ -71,7 +71,6 @@ __all__ = [
     'mac_formula',
     'narrow_map',
     'narrow_maps',
-    'residual_blocks',
     'run_and_report',
     'run_apart',
     'set_gate_noise',

@@ -16,9 +16,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from .gate import ChannelGate
 
-__all__ = [
-    'Channels', 'check_map', 'gated_channels', 'inner_channels', 'narrow_map', 'narrow_maps', 'residual_blocks',
-]
+__all__ = ['Channels', 'check_map', 'gated_channels', 'inner_channels', 'narrow_map', 'narrow_maps']
 
 Channels = Mapping[str, Sequence[int]]  # one number per inner map, by block name
 

@@ -44,7 +44,7 @@ def first_conv(name: str) -> str:
     Args:
         name: Entry point of timm.
     """
-    return get_pretrained_cfg_value(name, 'first_conv')
+    return get_pretrained_cfg_value(name, 'first_conv') or 'conv1'
 
 
 def register_variants(module: str, prefix: str, create: Callable[..., Any], summary: str) -> None:
@@ -60,6 +60,7 @@ def register_variants(module: str, prefix: str, create: Callable[..., Any], summ
         entry_point = _entry_point(name, create)
         entry_point.__module__, entry_point.__doc__ = module, summary.format(name)
         entry_point.__name__ = entry_point.__qualname__ = f'{prefix}_{name}'
+        entry_point.__annotations__['return'] = create.__annotations__['return']
         setattr(sys.modules[module], entry_point.__name__, register_model(entry_point))
 
 

@@ -18,7 +18,7 @@ from timm.models import generate_default_cfgs, model_entrypoint
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..layers import ChannelGate, GatedBasicBlock, GatedBlock, GatedBottleneck, residual_blocks
+from ..layers import ChannelGate, GatedBasicBlock, GatedBlock, GatedBottleneck
 from ..loss import GateLosses
 from ._builder import build_gated_net, from_dense_options
 from ._family import RESNETS, first_conv, pretrained_cfgs, register_variants
@@ -59,9 +59,10 @@ class GatedResNet(GatedNet, ResNet):
             block_args: Options of `GatedBlock`.
             **kwargs: Options of `GatedNet`.
         """
-        for name, block in residual_blocks(network):
-            _check_block(name, block)
-            GATED_BLOCKS[type(block)].from_dense(block, **block_args)
+        for stage in network.feature_info[1:]:  # the first one is the stem
+            for name, block in network.get_submodule(stage['module']).named_children():
+                _check_block(f'{stage["module"]}.{name}', block)
+                GATED_BLOCKS[type(block)].from_dense(block, **block_args)
         network.__class__ = cls
         network._equip(**kwargs)
         return network
@@ -148,4 +149,4 @@ def _create_gated_resnet(
         recipe_epochs=IMAGENET_EPOCHS, **dict(model_args, **kwargs))
 
 
-register_variants(__name__, 'gated', _create_gated_resnet, "Constructs timm's {} with channel gates over the inner maps.")
+register_variants(__name__, 'gated', _create_gated_resnet, "Constructs timm's {} with channel gates.")

@@ -1,7 +1,8 @@
 """Dense ResNets for ImageNet with inner maps of any width
 
-All of timm's ResNets that can be gated, with an additional option, `inner_channels` (see `timm_gated.layers.narrow`), for gated ResNets whose
-gates and unused filters were pruned. Without the option they equal timm's ResNets.
+timm's ResNets with an additional option, `inner_channels` (see `timm_gated.layers.narrow`), for gated ResNets whose
+gates and unused filters were pruned: `slim_resnet50d` is the dense counterpart of `gated_resnet50d`, and so on. Without
+the option they equal timm's ResNets.
 """
 from functools import partial
 from typing import Any, Optional
@@ -19,17 +20,7 @@ __all__ = ['SlimResNet']
 
 
 class SlimResNet(ResNet):
-    """timm's ResNet with inner maps of any width.
-
-    Args:
-        *args: Arguments of timm's ResNet.
-        inner_channels: Widths of the blocks' inner maps.
-        **kwargs: Keyword arguments of timm's ResNet.
-    """
-
-    def __init__(self, *args: Any, inner_channels: Optional[Channels] = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        narrow_maps(self, inner_channels)
+    """timm's ResNet with inner maps of any width."""
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         check_depth(self, state_dict, prefix)
@@ -42,7 +33,7 @@ default_cfgs = generate_default_cfgs({
 
 
 def _narrow_dense(dense_name: str, inner_channels: Optional[Channels] = None, **kwargs: Any) -> SlimResNet:
-    """Build timm's ResNet and narrow it."""
+    """Build timm's ResNet and narrow its inner maps."""
     network: Any = model_entrypoint(dense_name)(**kwargs)
     network.__class__ = SlimResNet
     narrow_maps(network, inner_channels)
