@@ -11,7 +11,7 @@ timm's. Every pretrained tag of timm loads dense weights under fresh gates: `gat
 has no weights, since gates must be trained. `_family` says which networks are left out.
 """
 from functools import partial
-from typing import Any, Dict, Optional, Type
+from typing import Any, Dict, List, Optional, Type
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, model_entrypoint
@@ -25,7 +25,7 @@ from ._family import RESNETS, first_conv, pretrained_cfgs, register_variants
 from ._gated_net import GatedNet
 from ._method import NETWORK_OPTIONS, GatingMethod
 
-__all__ = ['CHANNEL_GATING', 'GatedResNet', 'IMAGENET_RECIPE', 'build_imagenet_resnet', 'imagenet_cfg']
+__all__ = ['CHANNEL_GATING', 'GatedResNet', 'IMAGENET_RECIPE', 'build_imagenet_resnet', 'check_blocks', 'imagenet_cfg']
 
 # The method of the paper, for ImageNet and CIFAR.
 CHANNEL_GATING = GatingMethod(
@@ -59,27 +59,30 @@ class GatedResNet(GatedNet, ResNet):
             block_args: Options of `GatedBlock`.
             **kwargs: Options of `GatedNet`.
         """
-        for stage in network.feature_info[1:]:  # the first one is the stem
-            for name, block in network.get_submodule(stage['module']).named_children():
-                _check_block(f'{stage["module"]}.{name}', block)
-                GATED_BLOCKS[type(block)].from_dense(block, **block_args)
+        for block in check_blocks(network):
+            GATED_BLOCKS[type(block)].from_dense(block, **block_args)
         network.__class__ = cls
         network._equip(**kwargs)
         return network
 
 
-def _check_block(name: str, block: Any) -> None:
-    """Raise a ValueError for a block whose maps cannot be gated."""
-    if type(block) not in GATED_BLOCKS:
-        raise ValueError(
-            f"'{name}' is a {type(block).__name__}; gates are added to timm's BasicBlock and Bottleneck. Gate a block "
-            f'of your own with a class as in examples/own_block.py.')
-    for index in range(1, GATED_BLOCKS[type(block)].num_convs):
-        norm = getattr(block, f'bn{index}')
-        if not isinstance(norm, _NormBase):
+def check_blocks(network: Any) -> List[Any]:
+    """Blocks of timm's ResNet. Raises a ValueError if one cannot be gated."""
+    stages = [info['module'] for info in network.feature_info[1:]]  # the first one is the stem
+    blocks = {f'{stage}.{name}': block for stage in stages
+              for name, block in network.get_submodule(stage).named_children()}
+    for name, block in blocks.items():
+        if type(block) not in GATED_BLOCKS:
             raise ValueError(
-                f"'{name}.bn{index}' is a {type(norm).__name__}, which may compute statistics over several filters, so "
-                f"that none can be skipped. Use a norm per channel: norm_layer='batchnorm2d'.")
+                f"'{name}' is a {type(block).__name__}; gates are added to timm's BasicBlock and Bottleneck. Gate a "
+                f'block of your own with a class as in examples/own_block.py.')
+        for index in range(1, GATED_BLOCKS[type(block)].num_convs):
+            norm = getattr(block, f'bn{index}')
+            if not isinstance(norm, _NormBase):
+                raise ValueError(
+                    f"'{name}.bn{index}' is a {type(norm).__name__}, which may compute statistics over several "
+                    f"filters, so that none can be skipped. Use a norm per channel: norm_layer='batchnorm2d'.")
+    return list(blocks.values())
 
 
 def imagenet_cfg(**kwargs) -> Dict[str, Any]:
