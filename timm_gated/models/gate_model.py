@@ -1,7 +1,7 @@
 """Gate a trained network
 
-`gate` builds the gated variant of a timm ResNet by its name and recorded arguments, and moves the weights. The result is
-therefore a model like any other of timm: it can be saved, reloaded by name and resumed.
+`gate` builds the gated variant of a timm ResNet by its name and recorded arguments, and copies the weights. So the
+result is a model like any other of timm: it can be saved, reloaded by name and resumed.
 
 timm records the arguments of a model, but not what is done to it afterwards. `gate` builds the dense network anew, too,
 and compares it with the given one module by module. Any difference is refused, and so are different outputs.
@@ -29,9 +29,9 @@ def gate(model: nn.Module, budget: Optional[float] = None, **options: Any) -> An
     """Add gates to a trained ResNet of timm. Returns a new model; the given one is unchanged.
 
     All of timm's ResNets that `timm_gated.list_gated_models('gated_*')` names can be gated, with any head, image
-    channels, pooling, drop rates or output stride, and as feature extractors; so can the `cifar_resnet` and `slim_resnet`
-    models of this package. Gates start open (`gate_bias=2`). The dense weights, the device, the dtype, frozen parameters
-    and the mode are kept. With its gates forced open the result equals the given model.
+    channels, pooling, drop rates or output stride, and as feature extractors; so can the dense networks of this
+    package. Gates start open (`gate_bias=2`). The weights, the device, the dtype, frozen parameters and the mode are
+    kept. With its gates forced open the result equals the given model.
 
     Without `from_dense`, the losses of batch shaping and L0 are off unless `lam` or `gamma` are given, so that only the
     budget drives the gates.
@@ -46,7 +46,7 @@ def gate(model: nn.Module, budget: Optional[float] = None, **options: Any) -> An
         >>> model = timm.create_model('resnet50d.ra2_in1k', pretrained=True)
         >>> gated = timm_gated.gate(model, budget=0.7, from_dense=10)
     """
-    network = unwrap(model)
+    network: Any = unwrap(model)
     name = _check_name(network)
     args = _arguments(network)
     blueprint = timm.create_model(network.pretrained_cfg['architecture'], device='meta', **args)
@@ -54,8 +54,8 @@ def gate(model: nn.Module, budget: Optional[float] = None, **options: Any) -> An
     dtypes = {parameter.dtype for parameter in network.parameters()}
     if len(dtypes) > 1:
         raise ValueError(
-            f'all parameters of a model to gate must have one dtype, got {", ".join(sorted(map(str, dtypes)))}. Convert '
-            f'it with model.float(), and the gated model back.')
+            f'all parameters of a model to gate must have one dtype, got {", ".join(sorted(map(str, dtypes)))}. '
+            f'Convert it with model.float(), and the gated model back.')
 
     defaults: Dict[str, Any] = {} if options.get('from_dense') else dict(gate_bias=2., lam=0., gamma=0.)
     cfg = {**network.pretrained_cfg, 'architecture': name}
@@ -77,8 +77,8 @@ def _check_name(network: Any) -> str:
     """Name of the gated variant; a ValueError if there is none."""
     if any(isinstance(module, GatedNet) for module in network.modules()):
         raise ValueError(
-            f'this {type(network).__name__} is gated already. To change its gates, gate a dense model, or create a gated '
-            f'one by name and load its dense weights.')
+            f'this {type(network).__name__} is gated already. For other gates, gate the dense model, or create a gated '
+            f'one by name.')
     if isinstance(network, ResNet):
         check_blocks(network)
     name = getattr(network, 'pretrained_cfg', {}).get('architecture')
@@ -89,8 +89,8 @@ def _check_name(network: Any) -> str:
     gated = f'gated_{name.removeprefix("slim_").removeprefix("cifar_")}'
     if not is_model(gated):
         raise ValueError(
-            f"there is no gated variant of '{name}'. timm_gated.list_gated_models('gated_*') lists the models that there "
-            f'are. Blocks of your own can be gated as in examples/own_block.py.')
+            f"there is no gated variant of '{name}'; timm_gated.list_gated_models('gated_*') lists those that there "
+            f'are. Gate blocks of your own as in examples/own_block.py.')
     return gated
 
 
