@@ -348,8 +348,8 @@ def test_activation_that_is_not_zero_at_zero():
 
 def test_blocks_that_cannot_be_made_narrower():
     class Mix(nn.Conv2d):
-        def __init__(self, channels: int, stride: int) -> None:
-            super().__init__(channels, channels, stride, stride)
+        def __init__(self, channels: int, stride: int, **kwargs) -> None:
+            super().__init__(channels, channels, stride, stride, **kwargs)
 
     model = timm.create_model('gated_resnet18', aa_layer=Mix)  # works without pruning
     with pytest.raises(ValueError, match='Mix between its convolutions'):
