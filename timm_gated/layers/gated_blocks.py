@@ -56,6 +56,9 @@ class GatedBlock(nn.Module):
 
     num_convs: int
 
+    gate_before_act: bool
+    gate_pool: GatePool
+
     def __init__(
             self,
             inplanes: int,
@@ -71,14 +74,37 @@ class GatedBlock(nn.Module):
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__(inplanes, planes, stride, downsample, **kwargs, **dd)
+        self._add_gates(gated_maps, gate_before_act, gate_layer, **dd)
+
+    @classmethod
+    def from_dense(cls, block: Any, **kwargs) -> 'GatedBlock':
+        """Turn timm's block into this class, in place. Its parameters, buffers and children stay the same objects.
+
+        Args:
+            block: Block of the class that this class extends.
+            **kwargs: The options `gated_maps`, `gate_before_act` and `gate_layer`.
+        """
+        block.__class__ = cls
+        block._add_gates(**kwargs, device=block.conv1.weight.device, dtype=block.conv1.weight.dtype)
+        return block
+
+    def _add_gates(
+            self,
+            gated_maps: Optional[Sequence[int]] = None,
+            gate_before_act: bool = False,
+            gate_layer: Callable[..., Gate] = ChannelGate,
+            device=None,
+            dtype=None,
+    ) -> None:
         convs = [getattr(self, f'conv{index}') for index in range(1, self.num_convs + 1)]
         maps = range(self.num_convs + 1)
         gated_maps = check_maps(maps[1:-1] if gated_maps is None else gated_maps, maps)
         self.gate_before_act = gate_before_act
         self.gate_pool = GatePool()
+        inplanes = convs[0].in_channels
         channels = [inplanes, *(conv.out_channels for conv in convs)]
         for index in maps:  # maps without a gate have None, as after pruning
-            gate = gate_layer(inplanes, channels[index], **dd) if index in gated_maps else None
+            gate = gate_layer(inplanes, channels[index], device=device, dtype=dtype) if index in gated_maps else None
             self.add_module(f'gate{index}', gate)
 
     @property
