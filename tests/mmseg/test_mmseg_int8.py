@@ -16,7 +16,7 @@ from mmseg_small import write_config
 from nets import shuffle
 
 from timm_gated import accelerate
-from timm_gated.inference.quantize import calibration_images
+from timm_gated.inference.calibration import calibration_images
 
 
 @pytest.fixture(scope='module')

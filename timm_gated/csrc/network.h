@@ -121,7 +121,7 @@ typedef struct {
 typedef struct {
     const kernels_t *kernels;
     const int8_kernels_t *int8;
-    int border; /* of quantised maps, in pixels: what 'same' convolutions read */
+    int border; /* of quantised maps, in pixels: what convolutions read beyond them */
     int in_channels;
     int num_buffers, num_gates;
     int num_ops, capacity;
@@ -302,6 +302,7 @@ typedef struct {
     int64_t count;
     float *const *outputs; /* [outputs][count][channels][height][width]; NULL: not wanted */
     int32_t *num_open;     /* open channels, [count][gates], or NULL */
+    uint8_t *is_open;      /* whether each channel of each gate is open, [count][channels of all gates], or NULL */
     double *milliseconds;  /* per operation, to add to, or NULL; complete for a single image */
 } batch_t;
 

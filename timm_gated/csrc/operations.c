@@ -166,7 +166,7 @@ static int add_gate(network_t *network, op_t *op, const tensor_t *tensors) {
 }
 
 /* Sums of int8 convolutions fit into 32 bits: at most MAX_INT8_DEPTH products, and these limits. */
-#define MAX_INT8_DEPTH (1 << 15)
+#define MAX_INT8_DEPTH (1 << 16)
 #define MAX_INT8_WEIGHT 63
 #define MAX_INT8_BIAS (1 << 29)
 #define MAX_INT8_RATIO (1 << 20)
@@ -252,8 +252,10 @@ static int add_int8_conv(network_t *network, op_t *op, const tensor_t *tensors) 
         pack_groups(network, op, values);
     else
         pack_rows(op, values);
-    if (op->stride == 1 && op->padding > network->border)
-        network->border = op->padding;
+    /* With a shortcut, the phases of the input have the pitch of the maps. */
+    const int reach = (op->kernel - 1) * op->dilation / op->stride;
+    const int border = op->stride == 1 ? op->padding : op->residual >= 0 ? reach : 0;
+    network->border = border > network->border ? border : network->border;
     return 0;
 }
 

@@ -1,5 +1,6 @@
 """Inference with gated networks: `accelerate` and export"""
 from .accelerate import Accelerated, accelerate, accelerated_parts, load_accelerated
+from .calibration import batch_images
 from .compiler import (
     Compiler,
     Trunk,
@@ -16,7 +17,6 @@ from .compiler import (
 from .export import export_onnx, export_program, onnx_difference
 from .native import instruction_sets
 from .program import AdaptivePoolOp, ConcatOp, ConvOp, Program
-from .quantize import batch_images
 from .sliced import SlicedRunner
 
 __all__ = [

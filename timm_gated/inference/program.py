@@ -10,7 +10,8 @@ import torch
 
 __all__ = [
     'AdaptivePoolOp', 'ConcatOp', 'ConvOp', 'DequantizeOp', 'GateOp', 'INT8_DEPTH', 'INT8_WEIGHT', 'Int8ConvOp',
-    'Int8LinearOp', 'Op', 'OutputOp', 'PoolOp', 'Program', 'QuantizeOp', 'SkipOp', 'SubsampleOp', 'check_images', 'pads_same',
+    'Int8LinearOp', 'Op', 'OutputOp', 'PoolOp', 'Program', 'QuantizeOp', 'SkipOp', 'SubsampleOp', 'check_images',
+    'pads_same',
 ]
 
 # Limits of the native kernels (csrc/network.h)
@@ -20,7 +21,7 @@ _MAX_MACS = 2 ** 40  # of a gate
 
 # Limits of int8 convolutions, whose sums then fit into 32 bits (csrc/operations.c)
 INT8_WEIGHT = 63  # sums of two products fit into 16 bits
-INT8_DEPTH = 2 ** 15  # input channels times taps
+INT8_DEPTH = 2 ** 16  # input channels times taps
 INT8_BIAS = 2 ** 29
 INT8_RATIO = 2 ** 20
 
@@ -460,7 +461,7 @@ class _Validator:
         self._check_target(op, op.source)
         skipped: Sequence[Any] = ops[index + 1:index + 1 + op.count]
         for other in skipped:
-            if not isinstance(other, ConvOp):
+            if not isinstance(other, ConvOp) or isinstance(other, Int8LinearOp):
                 self._fail(f'only convolutions can be skipped, got {type(other).__name__}')
             if other.target == op.source:
                 self._fail(f'source {op.source} is overwritten by a skipped convolution')

@@ -41,6 +41,8 @@ class SlicedRunner(nn.Module):
         if unknown:
             raise ValueError(f'a quantised network needs the native backend ({type(unknown[0]).__name__}).')
         self.steps = nn.ModuleList(_STEPS[type(op)](op) for op in program.ops)
+        sizes = {op.gate: len(op.weight2) for op in program.ops if isinstance(op, GateOp)}
+        self._first_channels = {gate: sum(sizes[other] for other in sizes if other < gate) for gate in sizes}
 
     @property
     def program(self) -> Program:
@@ -48,12 +50,18 @@ class SlicedRunner(nn.Module):
         steps: Any = self.steps
         return Program(self._in_channels, [step.op() for step in steps], self._num_maps, self._num_gates)
 
-    def forward(self, images: torch.Tensor, num_open: Optional[torch.Tensor] = None) -> List[torch.Tensor]:
+    def forward(
+            self,
+            images: torch.Tensor,
+            num_open: Optional[torch.Tensor] = None,
+            is_open: Optional[torch.Tensor] = None,
+    ) -> List[torch.Tensor]:
         """Run a batch and return the output maps of the program.
 
         Args:
             images: Batch of images.
             num_open: Output tensor for the number of open channels per image and gate, [N, gates], int32.
+            is_open: Output tensor for the decisions, [N, channels of all gates], bool.
         """
         check_images(images, self._in_channels)
         if len(images) == 0:
@@ -65,6 +73,10 @@ class SlicedRunner(nn.Module):
             if num_open is not None:
                 for gate, opened in state.opened.items():
                     num_open[index, gate] = len(opened)
+            if is_open is not None:
+                is_open[index] = False
+                for gate, opened in state.opened.items():
+                    is_open[index, self._first_channels[gate] + opened] = True
         return [torch.cat(maps) for maps in zip(*samples, strict=True)]
 
     def run_together(
@@ -76,8 +88,8 @@ class SlicedRunner(nn.Module):
 
         Args:
             images: Batch of images.
-            observe: Called with the index of each operation that writes a map, and the map. Skipped operations count as
-                one, the last of them.
+            observe: Called with the index of each operation that writes a map, and the map, in which closed channels
+                are zero. Skipped operations count as one, the last of them.
         """
         state = State({0: images}, {}, [])
         steps: Any = self.steps
@@ -87,7 +99,7 @@ class SlicedRunner(nn.Module):
             skipped = step(state) or 0
             index += skipped
             if observe is not None and hasattr(step, 'target') and (skipped or not isinstance(step, _Skip)):
-                observe(index, state.maps[step.target])
+                observe(index, _with_closed(state, step))
             index += 1
         return state
 
@@ -98,6 +110,16 @@ class State:
     maps: Dict[int, torch.Tensor]
     opened: Dict[int, torch.Tensor]
     outputs: List[torch.Tensor]
+
+
+def _with_closed(state: State, step: Any) -> torch.Tensor:
+    """The map that a step has written, with all channels."""
+    values, gate = state.maps[step.target], getattr(step, 'gate_out', None)
+    if gate is None:
+        return values
+    complete = values.new_zeros(len(values), len(step.weight), *values.shape[2:])
+    complete[:, state.opened[gate]] = values
+    return complete
 
 
 class _Step(nn.Module):
