@@ -8,7 +8,7 @@ from timm_gated.version import __version__ as __version__
 from . import compat  # noqa: F401, I001  (must precede all imports of mmseg)
 from . import heads as _heads  # noqa: F401  (registers the compilation of decode heads)
 from . import int8 as _int8  # noqa: F401  (registers the batches of mmseg's loaders)
-from .backbones import GatedResNet, GatedResNetV1c, GatedResNetV1d, GatedResNeXt, SlimResNet
+from .backbones import GatedResNet, GatedResNetV1c, GatedResNetV1d, GatedResNeXt, SlimResNet, SlimResNeXt
 from .checkpoints import WholeFileBackend, load_from_safetensors, load_from_timm_gated
 from .datasets import CamVidDataset
 from .hooks import GateLossScheduleHook, GateStatisticsHook
@@ -31,6 +31,7 @@ __all__ = [
     'GatedResNetV1d',
     'L0Loss',
     'MACsMetric',
+    'SlimResNeXt',
     'SlimResNet',
     'TimmGatedBackbone',
     'WholeFileBackend',

@@ -7,7 +7,7 @@ Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://op
 Masks are applied to the input of the next convolution: after the ReLU and after plugins. Parameter names are mmseg's
 plus those of the gates, so dense checkpoints load by name: of a backbone, or of a network with one.
 
-`SlimResNet` is mmseg's ResNet with inner maps of any width, the result of `specialize`.
+`SlimResNet` and `SlimResNeXt` are mmseg's networks with inner maps of any width, the result of `specialize`.
 """
 import inspect
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Type, Union
@@ -40,7 +40,9 @@ from timm_gated.utils import install
 
 from .convert import take_backbone
 
-__all__ = ['GatedResNeXt', 'GatedResNet', 'GatedResNetV1c', 'GatedResNetV1d', 'SlimResNet', 'backbone_cfg']
+__all__ = [
+    'GatedResNeXt', 'GatedResNet', 'GatedResNetV1c', 'GatedResNetV1d', 'SlimResNeXt', 'SlimResNet', 'backbone_cfg',
+]
 
 _GATE_OPTIONS = ('hidden_channels', 'temperature', 'bias')
 
@@ -232,9 +234,11 @@ class SlimResNet(ResNet):
         **kwargs: Arguments of mmseg's ResNet.
     """
 
+    dense_cls: Type[ResNet] = ResNet
+
     def __init__(self, *args, inner_channels: Optional[Channels] = None, **kwargs) -> None:
         install()
-        self.resnet_args = _named_args(ResNet, *args, **kwargs)
+        self.resnet_args = _named_args(self.dense_cls, *args, **kwargs)
         super().__init__(*args, **kwargs)
         narrow_maps(self, inner_channels)
 
@@ -244,19 +248,26 @@ class SlimResNet(ResNet):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+@MODELS.register_module()
+class SlimResNeXt(SlimResNet, ResNeXt):
+    """mmseg's ResNeXt with inner maps of any width. Arguments are those of ResNeXt and `inner_channels`."""
+
+    dense_cls = ResNeXt
+
+
 def backbone_cfg(backbone: Union[GatedResNet, SlimResNet]) -> Dict[str, Any]:
     """Config of a backbone, pruned or not, without its weights."""
     if not isinstance(backbone, (GatedResNet, SlimResNet)):
         raise ValueError(
-            f'to be saved, a pruned backbone must be a GatedResNet, GatedResNetV1c, GatedResNetV1d, GatedResNeXt or '
-            f'SlimResNet, got a {type(backbone).__name__}.')
+            f'to be saved, a pruned backbone must be a GatedResNet, GatedResNetV1c, GatedResNetV1d, GatedResNeXt, '
+            f'SlimResNet or SlimResNeXt, got a {type(backbone).__name__}.')
     args = {k: v for k, v in backbone.resnet_args.items() if k not in ('init_cfg', 'pretrained')}
     cfg = dict(args, inner_channels=inner_channels(backbone))
     if isinstance(backbone, GatedResNet):
         gate_args = {k: v for k, v in backbone._gate_args.items() if v is not None}
-        name = 'GatedResNeXt' if isinstance(backbone, GatedResNeXt) else 'GatedResNet'
-        return dict(type=name, **cfg, **gate_args, gated_channels=gated_channels(backbone))
-    return dict(type='SlimResNet', **cfg)
+        cfg.update(gate_args, gated_channels=gated_channels(backbone))
+    prefix = 'Gated' if isinstance(backbone, GatedResNet) else 'Slim'
+    return dict(type=prefix + backbone.dense_cls.__name__, **cfg)
 
 
 @without_gates.register
@@ -264,7 +275,8 @@ def _(network: GatedResNet) -> nn.Module:
     if gates(network):
         return network
     cfg = backbone_cfg(network)
-    slim = SlimResNet(**{k: v for k, v in cfg.items() if k not in ('type', 'gated_channels', *network._gate_args)})
+    slim_cls = SlimResNeXt if isinstance(network, GatedResNeXt) else SlimResNet
+    slim = slim_cls(**{k: v for k, v in cfg.items() if k not in ('type', 'gated_channels', *network._gate_args)})
     slim.load_state_dict(network.state_dict())
     slim.to(next(network.parameters()))
     for name, parameter in slim.named_parameters():

@@ -46,6 +46,10 @@ def test_arguments_of_resnext():
     backbone = GatedResNeXt(8, 2, depth=50, base_channels=16, gated_maps=(2,))
     block = backbone.layer2[0]
     assert block.conv2.groups == 8 and block.conv2.in_channels == 32 and not hasattr(block, 'gate1')
+    again = MODELS.build(backbone_cfg(backbone))
+    assert type(again) is GatedResNeXt
+    assert {k: v.shape for k, v in again.state_dict().items()} == {
+        k: v.shape for k, v in backbone.state_dict().items()}
 
 
 def test_macs_of_resnext():
