@@ -22,6 +22,8 @@ from PIL import Image
 from timm_gated import gates
 from timm_gated.utils import installation
 
+README = (ROOT / 'configs' / 'mmseg' / 'README.md').read_text()
+
 
 def build(cfg: Config) -> Any:
     """The model of a config, without values of its parameters."""
@@ -97,11 +99,27 @@ def test_networks_are_those_of_mmseg(path):
     assert ours.to_dict() == theirs.to_dict()
 
 
+def snippet(section: str) -> str:
+    return re.search(r'```python\n(.*?)```', README.partition(f'## {section}\n')[2], re.DOTALL).group(1)
+
+
+def test_readme_lists_the_configs():
+    table = README.replace('…', '1xb6-150k-in1k-pre_cityscapes-448x672')
+    listed = {name.rpartition('/')[2] for name in re.findall(r'^\| `(.*?)`', table, re.MULTILINE)}
+    assert {path.stem for path in CONFIGS if 'cityscapes' in path.stem} <= listed
+
+
+def test_another_network_of_mmseg(tmp_path):
+    """The config of the README."""
+    config = tmp_path / 'config.py'
+    config.write_text(snippet('Configs').replace('../_base_', str(ROOT / 'configs' / 'mmseg' / '_base_')))
+    model = build(Config.fromfile(config))
+    assert type(model.decode_head).__name__ == 'ASPPHead' and len(gates(model)) == 32 and model.count_macs
+
+
 def test_options_of_the_readme():
-    readme = (ROOT / 'configs' / 'mmseg' / 'README.md').read_text()
-    snippet = re.search(r'```python\n(.*?)```', readme, re.DOTALL).group(1)
     options: dict = {}
-    exec(snippet, options)
+    exec(snippet('Config options'), options)
     path = 'configs/mmseg/pspnet/gated-pspnet_r50-d8_1xb6-150k_cityscapes-448x672.py'
     assert path in (ROOT / 'README.md').read_text()
     cfg = Config.fromfile(ROOT / path)
