@@ -20,6 +20,15 @@
  * added up, and as many panels of them as fit into half of the L2 cache. */
 #define BLOCK_DEPTH 1024
 
+/* Int8 convolutions of so many weights per filter, in quads, are split: inputs and sums of SPLIT_CHUNK groups of positions
+ * stay in the cache. */
+#if defined(CACHE_BYTES)
+#define SPLIT_DEPTH 24
+#else
+#define SPLIT_DEPTH 2560
+#endif
+#define SPLIT_CHUNK 8
+
 /* Channels that are copied from panels to planes together: neighbouring cache lines. */
 #define GROUP 8
 
@@ -198,6 +207,7 @@ typedef struct {
     /* int8 */
     uint32_t *mask; /* all bits of positions within the output map */
     int by_rows;    /* the phases of the input have another pitch than the output */
+    int is_split;   /* the weights of a filter are split, see SPLIT_DEPTH */
     /* Winograd */
     tiling_t tiling;
     piece_t *pieces;

@@ -82,8 +82,10 @@ static int plan_conv(plan_t *plan, const op_t *op, step_t *step, const shape_t *
     if (op->gate_in >= 0 && plan->max_lines < (int)depth * QUAD)
         plan->max_lines = (int)depth * QUAD;
     step->algorithm = op->kernel == 1 && op->stride == 1 ? POINTWISE : DIRECT;
+    step->is_split = depth > SPLIT_DEPTH && op->gate_in < 0 && !step->by_rows;
     const size_t regrouped = op->gate_in >= 0 ? times(depth, QUAD * ROW_GROUP) : 0;
-    plan->thread_floats = larger(plan->thread_floats, (size_t)step->plane_floats + regrouped);
+    const size_t sums = step->is_split ? (size_t)num_quads(op->c_out) * QUAD * SPLIT_CHUNK * POSITIONS : 0;
+    plan->thread_floats = larger(plan->thread_floats, (size_t)step->plane_floats + regrouped + sums);
     return plan_taps(op, step) || make_mask(&step->out, step) ? -1 : 0;
 }
 

@@ -109,6 +109,7 @@ void run_int8_skip(context_t *context, const op_t *op, const step_t *step, const
         const product8_t product = {
             .rows = rows,
             .step = 1,
+            .is_last = 1,
             .x = to + out->origin,
             .out = to + out->origin,
             .bias = bias,
