@@ -240,6 +240,10 @@ def _check_classifier(model: nn.Module) -> nn.Module:
 
 
 def _check_head(model: Any, classes: Sequence[int]) -> nn.Linear:
+    if not hasattr(model, 'get_classifier') or not hasattr(model, 'reset_classifier'):
+        raise ValueError(
+            f'this {type(model).__name__} has no methods get_classifier and reset_classifier, as models of timm have, '
+            f'to select {len(classes)} classes. prune_static keeps the head.')
     head = model.get_classifier()
     if not isinstance(head, nn.Linear):
         raise ValueError(f'the head must be a linear layer to select {len(classes)} classes, got {head}.')
