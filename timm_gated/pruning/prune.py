@@ -87,7 +87,8 @@ def prune_static(
     """Remove the filters whose gate is almost always off, and the gates that are almost always on.
 
     The output is unchanged for every input whose removed filters were off and whose removed gates were on. The result
-    is a smaller network of the same family, or a dense one if no gate is left. The model itself is not changed.
+    is a smaller network of the same family, or a dense one if no gate is left. The groups of a grouped convolution keep
+    equally many filters: those of the largest group. The model itself is not changed.
 
     Args:
         model: Gated classifier.
