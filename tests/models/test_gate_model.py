@@ -85,7 +85,7 @@ def test_state_of_the_model():
     model.reset_classifier(3, 'max')  # timm records this
     model.bfloat16().eval().conv1.weight.requires_grad_(False)
     model.set_grad_checkpointing()
-    gated = gate(nn.parallel.DataParallel(model).module)
+    gated = gate(torch.compile(model, backend='eager'))
     assert not gated.training and gated.grad_checkpointing and gated.fc.out_features == 3
     assert {p.dtype for p in gated.parameters()} == {torch.bfloat16}
     assert [n for n, p in gated.named_parameters() if not p.requires_grad] == ['conv1.weight']

@@ -116,10 +116,15 @@ def blocks_of_gates(model: nn.Module) -> Dict[str, Tuple[str, int]]:
         block_name, _, own_name = name.rpartition('.')
         block = model.get_submodule(block_name)
         index = next((i for i in (1, 2) if own_name == f'gate{i}'), None)
-        if type(gate) is not ChannelGate or index is None or not hasattr(block, f'conv{index + 1}'):
+        switched = {
+            (conv, side) for conv, pair in getattr(block, 'gated_convs', {}).items()
+            for side, other in enumerate(pair) if other is gate}
+        if type(gate) is not ChannelGate or index is None \
+                or switched != {(f'conv{index}', 1), (f'conv{index + 1}', 0)}:
             raise ValueError(
                 f"gate '{name}' is a {type(gate).__name__} in a {type(block).__name__}; only inner maps gated by a "
-                f'ChannelGate can be pruned.')
+                f'ChannelGate can be pruned: gate1 between conv1, with the norm bn1, and conv2, or gate2 between conv2 '
+                f'and conv3.')
         check_map(block, index)
         found[name] = block_name, index
     return found
