@@ -27,7 +27,7 @@ from .macs import (
     run_and_report,
     run_apart,
 )
-from .narrow import Channels, check_map, gated_channels, inner_channels, narrow_map, narrow_maps
+from .narrow import Channels, check_map, gated_channels, inner_channels, map_groups, narrow_map, narrow_maps
 from .skip_gates import GATES, STAGES, Memory, RecurrentGate, SkipGate
 
 __all__ = [
@@ -70,6 +70,7 @@ __all__ = [
     'inner_channels',
     'logit_biases',
     'mac_formula',
+    'map_groups',
     'narrow_map',
     'narrow_maps',
     'run_and_report',
