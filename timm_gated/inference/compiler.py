@@ -10,14 +10,29 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optio
 
 import torch
 import torch.nn as nn
-from timm.layers import SelectAdaptivePool2d
+from timm.layers import BlurPool2d, EcaModule, SelectAdaptivePool2d, SEModule
+from timm.layers import Sigmoid as SigmoidOfTimm
 from timm.models._features import FeatureDictNet, FeatureGetterNet, FeatureHookNet, FeatureListNet
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
 
 from ..layers import ChannelGate, GatedBasicBlock, GatedBottleneck, GatedConvs
 from ..models import AigBasicBlock, AigBottleneck, AigGate, CarryNet, CarryStage, CifarResNet, PadShortcut
-from .program import AdaptivePoolOp, ConvOp, GateOp, Op, OutputOp, PoolOp, Program, SkipOp, SubsampleOp
+from .program import (
+    AdaptivePoolOp,
+    BlurOp,
+    ChannelConvOp,
+    ConvOp,
+    GateOp,
+    Op,
+    OutputOp,
+    PoolOp,
+    Program,
+    ScaleOp,
+    SkipOp,
+    SubsampleOp,
+)
+from .sliced import binomial
 
 __all__ = [
     'Compiler', 'Trunk', 'as_dict', 'compile_module', 'compile_trunk', 'complete_trunk', 'find_trunk', 'first_map',
@@ -150,8 +165,9 @@ def compile_trunk(modules: Iterable[Tuple[nn.Module, bool]], names: Optional[Map
     return compiler.finish()
 
 
-# Maps: the image, two that blocks alternately read and write, those between the convolutions, and the shortcut's.
-_IMAGE, _FIRST, _SECOND, _INNER1, _INNER2, _SHORTCUT, _POOLED = range(7)
+# Maps: the image, two that blocks alternately read and write, those between the convolutions, the shortcut's, and two
+# that attention alternately reads and writes.
+_IMAGE, _FIRST, _SECOND, _INNER1, _INNER2, _SHORTCUT, _POOLED, _FACTORS1, _FACTORS2 = range(9)
 
 
 class Compiler:
@@ -166,7 +182,7 @@ class Compiler:
         self.ops: List[Op] = []
         self.current = _IMAGE
         self._names = names
-        self._num_maps = 7
+        self._num_maps = 9
         self._reuses_maps = True
         self._pending: Optional[ConvOp] = None  # a convolution that a norm and a ReLU may follow
         self._gates: Dict[int, int] = {}  # gate numbers by id of the module
@@ -174,7 +190,7 @@ class Compiler:
     def finish(self) -> Program:
         self.flush()
         first = next(op for op in self.ops if isinstance(op, ConvOp))
-        return Program(first.weight.shape[1], self.ops, self._num_maps, len(self._gates))
+        return Program(first.weight.shape[1] * first.groups, self.ops, self._num_maps, len(self._gates))
 
     def keep_maps(self) -> None:
         """Give every following operation a map of its own, so that all of them can be read later."""
@@ -199,9 +215,9 @@ class Compiler:
                 _fold(self._pending, leaf)
             elif type(leaf) is nn.ReLU and self._pending is not None:
                 self._pending.relu = True
-            elif isinstance(leaf, (nn.MaxPool2d, nn.AvgPool2d)):
+            elif isinstance(leaf, (nn.MaxPool2d, nn.AvgPool2d, BlurPool2d)):
                 self.flush()
-                self.ops.append(_pool(leaf, self.current, self.advance()))
+                self.ops.append(self._pool(leaf, self.current, self.advance()))
             elif hasattr(leaf, 'conv1') and hasattr(leaf, 'conv2'):
                 self.flush()
                 self._add_block(leaf)
@@ -228,22 +244,59 @@ class Compiler:
             op.name = self.name(gate)
             self.ops.append(op)
         residual = self._add_shortcut(block.downsample, source)
+        pool, attention = (_option(block, name) for name in ('aa', 'se'))
         if _is_block_gated(names, switches):
+            for module in filter(None, (pool, attention)):
+                raise _unsupported(module, ' in a block that is skipped as a unit')
             self.ops.append(SkipOp(residual, target, self._number(switches[names[0]][1]), len(names)))
             switches = {}
         if any(switches.get(name, (None, None))[side] is not None for name, side in ((names[0], 0), (names[-1], 1))):
             raise _unsupported(block, ' because a gate masks its input or its output')
         at = source
-        for name, to in zip(names, [*(_INNER1, _INNER2)[:len(names) - 1], target], strict=True):
+        for name in names:
+            is_last = name == names[-1]
+            to = target if is_last and attention is None else _other_inner(at)
             conv = self._conv(getattr(block, name), at, to)
             _fold(conv, getattr(block, name.replace('conv', 'bn')))
             gate_in, gate_out = switches.get(name, (None, None))
             conv.gate_in = None if gate_in is None else self._number(gate_in)
             conv.gate_out = None if gate_out is None else self._number(gate_out)
-            conv.relu = True
+            conv.relu = to == target or not is_last
             conv.residual = residual if to == target else None
             self.ops.append(conv)
             at = to
+            if name == names[-2] and pool is not None:
+                at = _other_inner(to)
+                self.ops.append(self._pool(pool, to, at))
+        if attention is not None:
+            self._add_attention(attention, at, target, residual)
+
+    def _add_attention(self, module: nn.Module, source: int, target: int, residual: int) -> None:
+        _check_attention(module)
+        self.ops.append(AdaptivePoolOp(source, _FACTORS1, 1))
+        factors = _FACTORS1
+        if isinstance(module, EcaModule):
+            factors = _FACTORS2
+            weight: Any = module.conv.weight
+            op = ChannelConvOp(_FACTORS1, factors, weight.detach()[0, 0].clone(), self.name(module.conv))
+            self.ops.append(op)
+        else:
+            layers: Any = (module.fc1, module.bn), (module.fc2, None)
+            for (conv, norm), to in zip(layers, (_FACTORS2, _FACTORS1), strict=True):
+                layer = self._conv(conv, factors, to)
+                if norm is not None and not isinstance(norm, nn.Identity):
+                    _fold(layer, norm)
+                layer.relu = to == _FACTORS2
+                self.ops.append(layer)
+                factors = to
+        self.ops.append(ScaleOp(source, factors, target, residual, relu=True))
+
+    def _pool(self, module: nn.Module, source: int, target: int) -> Union[PoolOp, BlurOp]:
+        if isinstance(module, BlurPool2d):
+            return _blur(module, source, target, self.name(module))
+        if isinstance(module, (nn.MaxPool2d, nn.AvgPool2d)):
+            return _pool(module, source, target)
+        raise _unsupported(module)
 
     def _add_shortcut(self, downsample: Optional[nn.Module], source: int) -> int:
         conv = None
@@ -282,8 +335,9 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, FrozenBatchNorm2d)
 
 def _unsupported(module: nn.Module, why: str = '') -> ValueError:
     return ValueError(
-        f'{type(module).__name__}({module.extra_repr()}) cannot be accelerated{why}. Supported: ResNets with ungrouped '
-        f'convolutions, batch norm and ReLU, gated or dense.')
+        f'{type(module).__name__}({module.extra_repr()}) cannot be accelerated{why}. Supported: ResNets with batch norm '
+        f'and ReLU, gated or dense, optionally with grouped convolutions, SE or ECA attention, and blur or average '
+        f'pooling against aliasing.')
 
 
 @singledispatch
@@ -336,7 +390,7 @@ def is_plain_conv(module: nn.Module) -> bool:
     """Whether a module is a convolution, optionally with batch norm and ReLU, that can be compiled."""
     conv, *others = _leaves(module)
     return (
-        type(conv) is nn.Conv2d and conv.groups == 1 and conv.padding_mode == 'zeros'
+        type(conv) is nn.Conv2d and conv.padding_mode == 'zeros'
         and all(len(set(size)) == 1 for size in (conv.kernel_size, conv.stride, conv.dilation))
         and isinstance(conv.padding, tuple) and len(set(conv.padding)) == 1
         and [type(other) for other in others] in ([], *([norm] for norm in _NORMS), [nn.ReLU],
@@ -358,13 +412,31 @@ def _is_block_gated(names: Sequence[str], switches: GatedConvs) -> bool:
     return len(pairs) == 1 and all(gate_in is None and gate_out is not None for gate_in, gate_out in pairs)
 
 
-def _check_block(block: nn.Module) -> None:
+def _other_inner(number: int) -> int:
+    """Map that an operation within a block writes if it reads this one."""
+    return _INNER2 if number == _INNER1 else _INNER1
+
+
+def _option(block: nn.Module, name: str) -> Optional[nn.Module]:
+    """A module that some blocks of timm have."""
+    module = getattr(block, name, None)
+    return None if isinstance(module, nn.Identity) else module
+
+
+def _check_attention(module: Any) -> None:
+    if type(module) is SEModule:
+        is_supported = not module.add_maxpool and type(module.act) is nn.ReLU
+    else:
+        is_supported = type(module) is EcaModule and module.conv2 is None
+    if not is_supported or type(module.gate) not in (nn.Sigmoid, SigmoidOfTimm):
+        raise _unsupported(module, ' with these options' if type(module) in (SEModule, EcaModule) else '')
+
+
+def _check_block(block: Any) -> None:
     if not _is_known(block):
         raise _unsupported(block, ' because its forward pass is not known')
-    for name in ('se', 'aa', 'drop_block'):  # options of timm
-        module = getattr(block, name, None)
-        if module is not None and not isinstance(module, nn.Identity):
-            raise _unsupported(module)
+    if _option(block, 'drop_block') is not None:
+        raise _unsupported(block.drop_block)
     for name in ('act1', 'act2', 'act3', 'relu'):
         module = getattr(block, name, None)
         if module is not None and type(module) is not nn.ReLU:
@@ -382,7 +454,7 @@ def _single(value: Any, module: nn.Module) -> int:
 
 
 def _conv(module: nn.Conv2d, source: int, target: int) -> ConvOp:
-    if type(module) is not nn.Conv2d or module.groups != 1 or module.padding_mode != 'zeros':
+    if type(module) is not nn.Conv2d or module.padding_mode != 'zeros':
         raise _unsupported(module)
     _single(module.kernel_size, module)
     weight = module.weight.detach().clone()
@@ -392,6 +464,7 @@ def _conv(module: nn.Conv2d, source: int, target: int) -> ConvOp:
         stride=_single(module.stride, module),
         dilation=_single(module.dilation, module),
         padding=_single(module.padding, module),
+        groups=module.groups,
     )
 
 
@@ -432,6 +505,15 @@ def _gate(gate: Any, source: int, number: int) -> GateOp:
     bias2 = torch.cat((bias2, bias2.new_ones(gate.num_ungated)))
     macs = gate.fc1.weight.numel() + gate.fc2.weight.numel()
     return GateOp(source, number, as_conv.weight[:, :, 0, 0], as_conv.bias, weight2, bias2, macs)
+
+
+def _blur(module: BlurPool2d, source: int, target: int, name: str) -> BlurOp:
+    coefficients = binomial(module.filt_size)
+    if type(module) is not BlurPool2d or module.pad_mode != 'reflect' or len(set(module.padding)) != 1:
+        raise _unsupported(module, f' with {module.pad_mode} padding')
+    if not (module.filt.cpu() == torch.outer(coefficients, coefficients).to(module.filt.dtype)).all():
+        raise _unsupported(module, ' with a filter of its own')
+    return BlurOp(source, target, module.filt_size, module.stride, module.padding[0], name)
 
 
 def _pool(module: Union[nn.MaxPool2d, nn.AvgPool2d], source: int, target: int) -> PoolOp:

@@ -17,6 +17,7 @@ from .program import (
     INT8_RATIO,
     INT8_WEIGHT,
     AdaptivePoolOp,
+    BlurOp,
     ConcatOp,
     ConvOp,
     DequantizeOp,
@@ -28,6 +29,7 @@ from .program import (
     PoolOp,
     Program,
     QuantizeOp,
+    ScaleOp,
     SkipOp,
     SubsampleOp,
     check_images,
@@ -174,7 +176,7 @@ def quantize(program: Program, ranges: Dict[int, Range], method: str = 'percenti
 
 def _is_supported(op: ConvOp) -> bool:
     c_in, kernel = op.weight.shape[1:3]
-    if c_in * kernel ** 2 > INT8_DEPTH:
+    if op.groups > 1 or c_in * kernel ** 2 > INT8_DEPTH:
         return False
     return pads_same(op) if op.stride == 1 else op.dilation == 1
 
@@ -182,23 +184,33 @@ def _is_supported(op: ConvOp) -> bool:
 def _float_convolutions(program: Program) -> Set[int]:
     """Indices of the convolutions that stay in float32.
 
-    These are the ones that are not supported, those of single pixels, such as classifiers, and those that share a gated
-    map or a skip with one of them.
+    These are the ones that are not supported, those of single pixels, such as classifiers and attention, and those that
+    share a gated map or a skip with one of them, or with a pooling.
     """
     kept: Set[int] = set()
     groups: List[Set[int]] = []
     writers: Dict[int, int] = {}
+    gated: Set[int] = set()  # maps
+    pixels: Set[int] = set()  # maps of one pixel
     for index, op in enumerate(program.ops):
         if isinstance(op, SkipOp):
             groups.append(set(range(index + 1, index + 1 + op.count)))
         if isinstance(op, ConvOp):
-            writer = program.ops[writers[op.source]] if op.source in writers else None
-            if not _is_supported(op) or (isinstance(writer, AdaptivePoolOp) and writer.bins == 1):
+            if not _is_supported(op) or op.source in pixels:
                 kept.add(index)
             if op.gate_in is not None:
                 groups.append({index, writers[op.source]})
-        if hasattr(op, 'target'):
-            writers[op.target] = index
+        if isinstance(op, (PoolOp, BlurOp)) and op.source in gated:
+            kept.add(index)
+            groups.append({index, writers[op.source]})
+        target = getattr(op, 'target', None)
+        if target is not None:
+            writers[target] = index
+            is_pixel = isinstance(op, AdaptivePoolOp) and op.bins == 1 or getattr(op, 'source', None) in pixels
+            (pixels.add if is_pixel else pixels.discard)(target)
+            is_gated = getattr(op, 'gate_out', None) is not None or (
+                isinstance(op, (PoolOp, BlurOp)) and op.source in gated)
+            (gated.add if is_gated else gated.discard)(target)
     while any(group & kept and not group <= kept for group in groups):
         kept |= set().union(*(group for group in groups if group & kept))
     return kept
@@ -211,8 +223,8 @@ def _classifier(program: Program) -> Optional[int]:
     pool, linear, output = program.ops[-3:]
     if not (isinstance(pool, AdaptivePoolOp) and isinstance(linear, ConvOp) and isinstance(output, OutputOp)):
         return None
-    is_linear = (linear.weight.shape[2], linear.stride, linear.padding, linear.relu, linear.residual) == (
-        1, 1, 0, False, None)
+    is_linear = (linear.weight.shape[2], linear.stride, linear.padding, linear.relu, linear.residual, linear.groups) == (
+        1, 1, 0, False, None, 1)
     supported = linear.weight.shape[1] <= INT8_DEPTH
     return len(program.ops) - 2 if pool.bins == 1 and linear.source == pool.target and is_linear and supported else None
 
@@ -238,6 +250,11 @@ class _Rewriter:
                 self._skip(index, op)
             elif isinstance(op, ConcatOp):
                 self._add(index, replace(op, sources=tuple(self._form(source, False) for source in op.sources)))
+            elif isinstance(op, ScaleOp):
+                forms = {
+                    name: self._form(getattr(op, name), False) for name in ('source', 'factors', 'residual')
+                    if getattr(op, name) is not None}
+                self._add(index, replace(op, **forms))
             elif isinstance(op, (GateOp, OutputOp)):
                 self.ops.append(op)
             else:

@@ -4,6 +4,7 @@ Runs on any device and does not need the native kernels. For each image, the ope
 and only those are convolved.
 """
 from dataclasses import dataclass, fields
+from math import comb
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 
 from .program import (
     AdaptivePoolOp,
+    BlurOp,
+    ChannelConvOp,
     ConcatOp,
     ConvOp,
     GateOp,
@@ -19,9 +22,11 @@ from .program import (
     OutputOp,
     PoolOp,
     Program,
+    ScaleOp,
     SkipOp,
     SubsampleOp,
     check_images,
+    counts_pairs,
 )
 
 __all__ = ['SlicedRunner']
@@ -41,6 +46,7 @@ class SlicedRunner(nn.Module):
         if unknown:
             raise ValueError(f'a quantised network needs the native backend ({type(unknown[0]).__name__}).')
         self.steps = nn.ModuleList(_STEPS[type(op)](op) for op in program.ops)
+        self._counts_pairs = [index for index, op in enumerate(program.ops) if counts_pairs(op)]
 
     @property
     def program(self) -> Program:
@@ -53,7 +59,7 @@ class SlicedRunner(nn.Module):
 
         Args:
             images: Batch of images.
-            num_open: Output tensor for the number of open channels per image and gate, [N, gates], int32.
+            num_open: Output tensor for the counts of each image, [N, counts], int32.
         """
         check_images(images, self._in_channels)
         if len(images) == 0:
@@ -65,6 +71,9 @@ class SlicedRunner(nn.Module):
             if num_open is not None:
                 for gate, opened in state.opened.items():
                     num_open[index, gate] = len(opened)
+                for place, step in enumerate(self._counts_pairs, self._num_gates):
+                    steps: Any = self.steps
+                    num_open[index, place] = steps[step].num_pairs(state)
         return [torch.cat(maps) for maps in zip(*samples, strict=True)]
 
     def run_together(
@@ -128,23 +137,81 @@ class _Conv(_Step):
     residual: Optional[int]
     gate_in: Optional[int]
     gate_out: Optional[int]
+    groups: int
 
     def forward(self, state: State) -> None:
-        weight, bias = self.weight, self.bias
-        if self.gate_out is not None:  # index_select is faster than indexing
-            weight, bias = (tensor.index_select(0, state.opened[self.gate_out]) for tensor in (weight, bias))
-        if self.gate_in is not None:
-            weight = weight.index_select(1, state.opened[self.gate_in])
-        x = state.maps[self.source]
-        if weight.shape[0] and weight.shape[1]:
-            y = F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation)
-        else:  # conv2d refuses empty weights
-            reach = self.dilation * (weight.shape[2] - 1) + 1
-            size = [(n + 2 * self.padding - reach) // self.stride + 1 for n in x.shape[2:]]
-            y = bias[None, :, None, None].repeat(len(x), 1, *size)
+        if self.groups > 1 and (self.gate_in is not None or self.gate_out is not None):
+            y = self._grouped(state)
+        else:
+            weight, bias = self.weight, self.bias
+            if self.gate_out is not None:  # index_select is faster than indexing
+                weight, bias = (tensor.index_select(0, state.opened[self.gate_out]) for tensor in (weight, bias))
+            if self.gate_in is not None:
+                weight = weight.index_select(1, state.opened[self.gate_in])
+            y = self._convolve(state.maps[self.source], weight, bias)
         if self.residual is not None:
             y += state.maps[self.residual]
         state.maps[self.target] = F.relu_(y) if self.relu else y
+
+    def _convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        if weight.shape[0] and weight.shape[1]:
+            return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        # conv2d refuses empty weights
+        reach = self.dilation * (weight.shape[2] - 1) + 1
+        size = [(n + 2 * self.padding - reach) // self.stride + 1 for n in x.shape[2:]]
+        return bias[None, :, None, None].repeat(len(x), 1, *size)
+
+    def _grouped(self, state: State) -> torch.Tensor:
+        """A convolution whose groups have as many inputs and outputs as the groups with the most open ones."""
+        x, kernel = state.maps[self.source], self.weight.shape[2]
+        inputs, outputs = self._channels(state, self.gate_in, 1), self._channels(state, self.gate_out, 0)
+        weight = self.weight.unflatten(0, (self.groups, -1))
+        bias = self.bias.unflatten(0, (self.groups, -1))
+        gathered = weight.new_zeros(self.groups, outputs.most, weight.shape[2], kernel, kernel)
+        gathered[outputs.group, outputs.slot] = weight[outputs.group, outputs.index]
+        slots = weight.new_zeros(self.groups, inputs.most, outputs.most, kernel, kernel)
+        slots[inputs.group, inputs.slot] = gathered.transpose(1, 2)[inputs.group, inputs.index]
+        biases = bias.new_zeros(self.groups, outputs.most)
+        biases[outputs.group, outputs.slot] = bias[outputs.group, outputs.index]
+        spread = x.new_zeros(len(x), self.groups * inputs.most, *x.shape[2:])
+        spread[:, inputs.group * inputs.most + inputs.slot] = x
+        y = self._convolve(spread, slots.transpose(1, 2).flatten(0, 1), biases.flatten())
+        return y[:, outputs.group * outputs.most + outputs.slot]
+
+    def _channels(self, state: State, gate: Optional[int], side: int) -> '_Channels':
+        size = self.weight.shape[1] if side else self.weight.shape[0] // self.groups
+        if gate is None:
+            return _Channels(torch.arange(size * self.groups, device=self.weight.device), size, self.groups)
+        return _Channels(state.opened[gate], size, self.groups)
+
+    def num_pairs(self, state: State) -> int:
+        """Number of pairs of an open input and an open output in the same group."""
+        counts = self._channels(state, self.gate_in, 1).counts * self._channels(state, self.gate_out, 0).counts
+        return int(counts.sum())
+
+
+class _Channels:
+    """Open channels of a grouped convolution.
+
+    Args:
+        opened: Numbers of the channels, ascending.
+        size: Number of channels per group.
+        groups: Number of groups.
+
+    Attributes:
+        group: Group of each channel.
+        index: Number of each channel in its group.
+        slot: The same among the open ones.
+        counts: Number of open channels per group.
+        most: The largest of them.
+    """
+
+    def __init__(self, opened: torch.Tensor, size: int, groups: int) -> None:
+        self.group, self.index = opened // size, opened % size
+        self.counts = torch.bincount(self.group, minlength=groups)
+        before = self.counts.cumsum(0) - self.counts
+        self.slot = torch.arange(len(opened), device=opened.device) - before[self.group]
+        self.most = int(self.counts.max())
 
 
 class _Gate(_Step):
@@ -181,6 +248,49 @@ class _AdaptivePool(_Step):
 
     def forward(self, state: State) -> None:
         state.maps[self.target] = F.adaptive_avg_pool2d(state.maps[self.source], self.bins)
+
+
+class _Blur(_Step):
+    kernel: int
+    stride: int
+    padding: int
+
+    def forward(self, state: State) -> None:
+        x = state.maps[self.source]
+        weight = binomial(self.kernel).to(x)
+        y = F.pad(x, [self.padding] * 4, mode='reflect').transpose(0, 1)  # channels as a batch, also if there are none
+        y = F.conv2d(y.flatten(0, 1)[:, None], torch.outer(weight, weight)[None, None], stride=self.stride)
+        state.maps[self.target] = y.unflatten(0, (x.shape[1], len(x)))[:, :, 0].transpose(0, 1)
+
+
+def binomial(size: int) -> torch.Tensor:
+    """Return the coefficients of a binomial filter, whose sum is 1, in double precision.
+
+    Args:
+        size: Number of coefficients.
+    """
+    return torch.tensor([comb(size - 1, k) / 2 ** (size - 1) for k in range(size)], dtype=torch.float64)
+
+
+class _ChannelConv(_Step):
+    weight: torch.Tensor
+
+    def forward(self, state: State) -> None:
+        x = state.maps[self.source].flatten(1)[:, None]
+        y = F.conv1d(x, self.weight[None, None], padding=len(self.weight) // 2)
+        state.maps[self.target] = y[:, 0, :, None, None]
+
+
+class _Scale(_Step):
+    factors: int
+    residual: Optional[int]
+    relu: bool
+
+    def forward(self, state: State) -> None:
+        y = state.maps[self.source] * state.maps[self.factors].sigmoid()
+        if self.residual is not None:
+            y += state.maps[self.residual]
+        state.maps[self.target] = F.relu_(y) if self.relu else y
 
 
 class _Concat(_Step):
@@ -223,4 +333,5 @@ class _Output(_Step):
 
 _STEPS: Dict[Any, Any] = {
     ConvOp: _Conv, GateOp: _Gate, PoolOp: _Pool, AdaptivePoolOp: _AdaptivePool, ConcatOp: _Concat,
-    SubsampleOp: _Subsample, SkipOp: _Skip, OutputOp: _Output}
+    SubsampleOp: _Subsample, SkipOp: _Skip, OutputOp: _Output, BlurOp: _Blur, ChannelConvOp: _ChannelConv,
+    ScaleOp: _Scale}
