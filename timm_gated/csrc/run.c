@@ -97,6 +97,9 @@ static void run_sample(context_t *context, const batch_t *batch, int64_t index) 
             case INT8_LINEAR: run_int8_linear(context, op); break;
             case QUANTIZE: run_quantize(context, op, step); break;
             case DEQUANTIZE: run_dequantize(context, op, step); break;
+            case BLUR: run_blur(context, op, step); break;
+            case CHANNEL_CONV: run_channel_conv(context, op, step); break;
+            case SCALE: run_scale(context, op, step); break;
             case CONCAT: run_concat(context, op, step); break;
             case GATE: run_gate(context, op, step); break;
             case SKIP:
@@ -121,8 +124,9 @@ static void run_sample(context_t *context, const batch_t *batch, int64_t index) 
             *milliseconds += now() - begin;
     }
     if (batch->num_open && context->thread == 0)
-        for (int g = 0; g < network->num_gates; g++)
-            batch->num_open[index * network->num_gates + g] = context->sample->num_open[g];
+        memcpy(
+            batch->num_open + index * (network->num_gates + network->num_pairs), context->sample->num_open,
+            (size_t)(network->num_gates + network->num_pairs) * sizeof *batch->num_open);
 }
 
 typedef struct {

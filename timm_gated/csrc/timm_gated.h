@@ -38,7 +38,7 @@ extern "C" {
 #endif
 
 /* Version of this interface. Changes whenever a function does. */
-#define TG_VERSION 8
+#define TG_VERSION 9
 
 /* The version that the library was built with: must equal TG_VERSION. */
 TG_API int tg_version(void);
