@@ -235,12 +235,13 @@ class _Pool(_Step):
     ceil_mode: bool
 
     def forward(self, state: State) -> None:
-        x, size = state.maps[self.source], (self.kernel, self.stride, self.padding)
+        # Channels as a batch: torch pools a batch of 0, but not 0 channels.
+        x, size = state.maps[self.source].transpose(0, 1), (self.kernel, self.stride, self.padding)
         if self.average:
             y = F.avg_pool2d(x, *size, ceil_mode=self.ceil_mode, count_include_pad=False)
         else:
             y = F.max_pool2d(x, *size, ceil_mode=self.ceil_mode)
-        state.maps[self.target] = y
+        state.maps[self.target] = y.transpose(0, 1)
 
 
 class _AdaptivePool(_Step):
@@ -258,9 +259,9 @@ class _Blur(_Step):
     def forward(self, state: State) -> None:
         x = state.maps[self.source]
         weight = binomial(self.kernel).to(x)
-        y = F.pad(x, [self.padding] * 4, mode='reflect').transpose(0, 1)  # channels as a batch, also if there are none
-        y = F.conv2d(y.flatten(0, 1)[:, None], torch.outer(weight, weight)[None, None], stride=self.stride)
-        state.maps[self.target] = y.unflatten(0, (x.shape[1], len(x)))[:, :, 0].transpose(0, 1)
+        y = F.pad(x.flatten(0, 1)[:, None], [self.padding] * 4, mode='reflect')  # channels as a batch
+        y = F.conv2d(y, torch.outer(weight, weight)[None, None], stride=self.stride)
+        state.maps[self.target] = y.view(*x.shape[:2], *y.shape[2:])
 
 
 def binomial(size: int) -> torch.Tensor:
