@@ -8,6 +8,7 @@ There are two backends: 'native', this package's own CPU kernels, and 'torch', w
 device. `fast.save` and `load_accelerated` store the result as a file.
 """
 import copy
+import itertools
 from dataclasses import replace
 from functools import singledispatch
 from pathlib import Path
@@ -22,10 +23,11 @@ from ..layers import MacCounter, Macs, ModuleMacs, run_and_report
 from ..utils import check_number
 from .compiler import Trunk, compile_trunk, find_trunk, is_plain_classifier
 from .cost import ProgramCost, without_data
+from .mixed import quantize_slow_layers
 from .native import NativeRunner, why_not
 from .plan import ExecutionPlan, PlannedLayer
 from .program import ConvOp, Op, Program, check_images
-from .quantize import RANGES, calibrate, calibration_images, quantize
+from .quantize import RANGES, calibrate, calibration_images
 from .serialize import Network, load_network, save_network
 from .sliced import SlicedRunner
 
@@ -244,8 +246,11 @@ def accelerate(
     def make(parts: Trunk) -> Accelerated:
         network, head = _network_of(parts, names)
         if precision == 'int8':
-            ranges = calibrate(network.program, calibration_images(calibration))
-            network = replace(network, program=quantize(network.program, ranges, calibration_range))
+            images = calibration_images(calibration)
+            first = next(images)
+            ranges = calibrate(network.program, itertools.chain([first], images))
+            program = quantize_slow_layers(network.program, ranges, calibration_range, first[:1], isa)
+            network = replace(network, program=program)
         return Accelerated(network, backend, isa, head)
 
     parts = find_trunk(model)

@@ -211,12 +211,12 @@ class _Writer:
             dilations=[op.dilation] * 2, pads=[op.padding] * 4, group=op.groups)
 
     def _grouped_conv(self, op: ConvOp, gate_in: Optional[_Gate], gate_out: Optional[_Gate], source: _Map) -> str:
-        graph, name, zero, one = self.graph, source.name, self.graph.constant([0]), self.graph.constant([1])
-        channels, height, width = source.shape
+        graph, name = self.graph, source.name
         if gate_in is not None:
-            empty = graph.constant(torch.zeros(1, 1, 1))
-            zeros = graph('Expand', empty, graph.constant([channels + 1, height, width]))
-            places = graph('Unsqueeze', gate_in.indices, one)
+            channels, height, width = source.shape
+            zero = graph.constant([0])
+            zeros = graph('Expand', graph.constant(torch.zeros(1, 1, 1)), graph.constant([channels + 1, height, width]))
+            places = graph('Unsqueeze', gate_in.indices, graph.constant([1]))
             everything = graph('ScatterND', zeros, places, graph('Squeeze', name, zero))
             name = graph('Unsqueeze', graph('Slice', everything, zero, graph.constant([channels]), zero), zero)
         name = self._convolve(op, name, *self._constants(op.weight, op.bias))

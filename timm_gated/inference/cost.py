@@ -19,6 +19,7 @@ from .program import (
     DequantizeOp,
     GateOp,
     Int8ConvOp,
+    Int8LinearOp,
     Op,
     OutputOp,
     PoolOp,
@@ -178,7 +179,7 @@ def _describe(op: Op) -> str:
             f'{op.groups} groups' if op.groups > 1 else '',
             f'stride {op.stride}' if op.stride > 1 else '', f'dilation {op.dilation}' if op.dilation > 1 else '',
             'gated' if op.gate_in is not None or op.gate_out is not None else '']
-        kind = 'int8 conv' if isinstance(op, Int8ConvOp) else 'conv'
+        kind = 'int8 conv' if isinstance(op, (Int8ConvOp, Int8LinearOp)) else 'conv'
         return ' '.join(filter(None, (f'{kind} {kernel} x {kernel}, {c_in} to {c_out}', *options)))
     if isinstance(op, GateOp):
         return f'gate, {len(op.weight2)} channels'

@@ -21,7 +21,7 @@ _MAX_MACS = 2 ** 40  # of a gate
 
 # Limits of int8 convolutions, whose sums then fit into 32 bits (csrc/operations.c)
 INT8_WEIGHT = 63  # sums of two products fit into 16 bits
-INT8_DEPTH = 2 ** 15  # input channels times taps
+INT8_DEPTH = 2 ** 16  # input channels times taps
 INT8_BIAS = 2 ** 29
 INT8_RATIO = 2 ** 20
 

@@ -37,7 +37,7 @@ from .program import (
 )
 from .sliced import SlicedRunner
 
-__all__ = ['RANGES', 'Range', 'calibrate', 'calibration_images', 'quantize']
+__all__ = ['RANGES', 'Range', 'calibrate', 'calibration_images', 'quantize', 'tied_convolutions']
 
 RANGES = ('percentile', 'mse', 'max')  # ways to choose the range of a map
 
@@ -118,16 +118,19 @@ class Range:
 
 
 def calibration_images(calibration: Any) -> Iterator[torch.Tensor]:
-    """Yield the batches of a loader.
+    """Yield the batches of a loader, at least one.
 
     Args:
         calibration: Tensor of images, or iterable of batches: tensors, or tuples that begin with one.
     """
-    if isinstance(calibration, torch.Tensor):
-        yield calibration
-        return
-    for batch in calibration:
-        yield batch[0] if isinstance(batch, (tuple, list)) else batch
+    is_empty = True
+    for batch in [calibration] if isinstance(calibration, torch.Tensor) else calibration:
+        images = batch[0] if isinstance(batch, (tuple, list)) else batch
+        if len(images):
+            is_empty = False
+            yield images
+    if is_empty:
+        raise ValueError('the calibration data are empty: int8 needs some images, a few hundred for a good range.')
 
 
 def calibrate(program: Program, images: Iterable[torch.Tensor]) -> Dict[int, Range]:
@@ -155,23 +158,29 @@ def calibrate(program: Program, images: Iterable[torch.Tensor]) -> Dict[int, Ran
             observe(_IMAGE, image)
             runner.run_together(image[None], observe)
             count += 1
-    if not count:
-        raise ValueError('the calibration data are empty: int8 needs some images, a few hundred for a good range.')
     return ranges
 
 
-def quantize(program: Program, ranges: Dict[int, Range], method: str = 'percentile') -> Program:
+def quantize(
+        program: Program,
+        ranges: Dict[int, Range],
+        method: str = 'percentile',
+        keep: Iterable[int] = (),
+) -> Program:
     """Return a program whose convolutions run in int8 where the kernels support it.
+
+    The convolutions have the same order as those of the program.
 
     Args:
         program: Program in float32.
         ranges: Ranges from `calibrate`.
         method: How the range of a map is chosen: 'percentile', which ignores the 0.01 % largest values, 'mse', the
             least squared error, or 'max'.
+        keep: Indices of convolutions that stay in float32, and all that are tied to them.
     """
     if method not in RANGES:
         raise ValueError(f"the range must be chosen by one of {', '.join(RANGES)}, got '{method}'.")
-    return _Rewriter(program, ranges, method).run()
+    return _Rewriter(program, ranges, method, set(keep)).run()
 
 
 def _is_supported(op: ConvOp) -> bool:
@@ -181,39 +190,69 @@ def _is_supported(op: ConvOp) -> bool:
     return pads_same(op) if op.stride == 1 else op.dilation == 1
 
 
-def _float_convolutions(program: Program) -> Set[int]:
-    """Indices of the convolutions that stay in float32.
+def tied_convolutions(program: Program) -> List[Set[int]]:
+    """Return the indices of the convolutions in sets that are quantised together, or not at all.
 
-    These are the ones that are not supported, those of single pixels, such as classifiers and attention, and those that
-    share a gated map or a skip with one of them, or with a pooling.
+    Convolutions are tied by a gated map between them, pooled or not, or by a skip of both.
+
+    Args:
+        program: Program in float32.
     """
-    kept: Set[int] = set()
-    groups: List[Set[int]] = []
-    writers: Dict[int, int] = {}
-    gated: Set[int] = set()  # maps
-    pixels: Set[int] = set()  # maps of one pixel
+    tied: Dict[int, Set[int]] = {}  # by index
+    writers = _gated_writers(program)
+
+    def tie(*indices: int) -> None:
+        together = set().union(*(tied[index] for index in indices))
+        tied.update(dict.fromkeys(together, together))
+
+    skipped: List[int] = []
     for index, op in enumerate(program.ops):
         if isinstance(op, SkipOp):
-            groups.append(set(range(index + 1, index + 1 + op.count)))
+            skipped = list(range(index + 1, index + 1 + op.count))
         if isinstance(op, ConvOp):
-            if not _is_supported(op) or op.source in pixels:
-                kept.add(index)
+            tied[index] = {index}
             if op.gate_in is not None:
-                groups.append({index, writers[op.source]})
-        if isinstance(op, (PoolOp, BlurOp)) and op.source in gated:
+                tie(writers[index], index)
+            if index in skipped[1:]:
+                tie(index - 1, index)
+    return [members for index, members in tied.items() if index == min(members)]
+
+
+def _gated_writers(program: Program) -> Dict[int, int]:
+    """Convolutions that write gated maps, by the operations that read these, pooled or not."""
+    gated: Dict[int, int] = {}  # convolution by map
+    found: Dict[int, int] = {}
+    for index, op in enumerate(program.ops):
+        writer = gated.get(getattr(op, 'source', _IMAGE))
+        if writer is not None:
+            found[index] = writer
+        if hasattr(op, 'target'):
+            gated.pop(op.target, None)
+            if isinstance(op, ConvOp) and op.gate_out is not None:
+                gated[op.target] = index
+            elif isinstance(op, (PoolOp, BlurOp)) and writer is not None:
+                gated[op.target] = writer
+    return found
+
+
+def _float_convolutions(program: Program, kept: Set[int]) -> Set[int]:
+    """Indices of the convolutions that stay in float32.
+
+    These are the ones that are not supported, those of single pixels, such as classifiers and attention, those whose
+    gated map is pooled, those that the caller keeps, and those that are tied to one of them.
+    """
+    kept = set(kept)
+    kept.update(
+        writer for index, writer in _gated_writers(program).items() if isinstance(program.ops[index], (PoolOp, BlurOp)))
+    pixels: Set[int] = set()  # maps of a single pixel
+    for index, op in enumerate(program.ops):
+        is_pixel = getattr(op, 'source', None) in pixels
+        if isinstance(op, ConvOp) and (not _is_supported(op) or is_pixel):
             kept.add(index)
-            groups.append({index, writers[op.source]})
-        target = getattr(op, 'target', None)
-        if target is not None:
-            writers[target] = index
-            is_pixel = isinstance(op, AdaptivePoolOp) and op.bins == 1 or getattr(op, 'source', None) in pixels
-            (pixels.add if is_pixel else pixels.discard)(target)
-            is_gated = getattr(op, 'gate_out', None) is not None or (
-                isinstance(op, (PoolOp, BlurOp)) and op.source in gated)
-            (gated.add if is_gated else gated.discard)(target)
-    while any(group & kept and not group <= kept for group in groups):
-        kept |= set().union(*(group for group in groups if group & kept))
-    return kept
+        if hasattr(op, 'target'):
+            is_pixel = is_pixel or (isinstance(op, AdaptivePoolOp) and op.bins == 1)
+            (pixels.add if is_pixel else pixels.discard)(op.target)
+    return set().union(*(tied for tied in tied_convolutions(program) if tied & kept))
 
 
 def _classifier(program: Program) -> Optional[int]:
@@ -232,9 +271,9 @@ def _classifier(program: Program) -> Optional[int]:
 class _Rewriter:
     """Goes through a program and keeps track of which maps are quantised, with which scale and zero."""
 
-    def __init__(self, program: Program, ranges: Dict[int, Range], method: str) -> None:
+    def __init__(self, program: Program, ranges: Dict[int, Range], method: str, kept: Set[int]) -> None:
         self.program, self.ranges, self.method = program, ranges, method
-        self.kept = _float_convolutions(program)
+        self.kept = _float_convolutions(program, kept)
         self.classifier = _classifier(program)
         self.ops: List[Op] = []
         self.num_maps = program.num_maps
