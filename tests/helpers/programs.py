@@ -213,7 +213,8 @@ class Author:
     def operation(self) -> None:
         operations = [*[self.conv] * 4, self.pool, self.blur]
         if self.newest() in self.plain_maps():  # otherwise only a convolution or a pooling can read it
-            operations += [self.conv_with_shortcut, self.adaptive_pool, self.concat, self.subsample, self.attention]
+            operations += [self.conv_with_shortcut, self.adaptive_pool, self.concat, self.subsample]
+            operations += [self.attention] * 2
             operations += [self.gate] * (2 * (NUM_GATES - len(self.gates)))
             operations += [self.skip] * (12 if self.gates_of(1) else 0)
         self.draw(st.sampled_from(operations))()

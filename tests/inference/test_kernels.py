@@ -145,9 +145,9 @@ def test_gated_convolutions(data, height, width, kernel, stride, dilation, relu,
 
 
 @examples(80)
-@given(data=st.data(), height=sizes, width=sizes, groups=st.sampled_from([2, 3, 8, 32]), kernel=st.sampled_from([1, 2, 3, 3, 3, 5]),
-       stride=st.integers(1, 3), dilation=st.integers(1, 2), relu=st.booleans(), seed=seeds, count=st.integers(1, 3),
-       threads=st.sampled_from([1, 1, 2, 3]))
+@given(data=st.data(), height=sizes, width=sizes, groups=st.sampled_from([2, 3, 8, 32]),
+       kernel=st.sampled_from([1, 2, 3, 3, 3, 5]), stride=st.integers(1, 3), dilation=st.integers(1, 2),
+       relu=st.booleans(), seed=seeds, count=st.integers(1, 3), threads=st.sampled_from([1, 1, 2, 3]))
 def test_grouped_convolutions(data, height, width, groups, kernel, stride, dilation, relu, seed, count, threads):
     """Gated on both sides, with gated inputs and a shortcut, with gated outputs, and without gates."""
     torch.manual_seed(seed)
@@ -162,7 +162,8 @@ def test_grouped_convolutions(data, height, width, groups, kernel, stride, dilat
         return torch.randn(out, into // groups, side, side) / (into * side * side) ** 0.5, torch.randn(out)
 
     first, second, third, shortcut = (
-        weights(inner, channels), weights(outer, inner, kernel), weights(inner, outer), weights(inner, channels, kernel))
+        weights(inner, channels), weights(outer, inner, kernel), weights(inner, outer),
+        weights(inner, channels, kernel))
     window = dict(stride=stride, dilation=dilation, padding=padding, groups=groups)
     program = Program(channels, [
         deciding_gate(0, channels, mask1),

@@ -335,9 +335,9 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, FrozenBatchNorm2d)
 
 def _unsupported(module: nn.Module, why: str = '') -> ValueError:
     return ValueError(
-        f'{type(module).__name__}({module.extra_repr()}) cannot be accelerated{why}. Supported: ResNets with batch norm '
-        f'and ReLU, gated or dense, optionally with grouped convolutions, SE or ECA attention, and blur or average '
-        f'pooling against aliasing.')
+        f'{type(module).__name__}({module.extra_repr()}) cannot be accelerated{why}. Supported: ResNets with batch '
+        'norm and ReLU, gated or dense, optionally with grouped convolutions, SE or ECA attention, and blur or average '
+        'pooling against aliasing.')
 
 
 @singledispatch
@@ -507,13 +507,13 @@ def _gate(gate: Any, source: int, number: int) -> GateOp:
     return GateOp(source, number, as_conv.weight[:, :, 0, 0], as_conv.bias, weight2, bias2, macs)
 
 
-def _blur(module: BlurPool2d, source: int, target: int, name: str) -> BlurOp:
-    coefficients = binomial(module.filt_size)
-    if type(module) is not BlurPool2d or module.pad_mode != 'reflect' or len(set(module.padding)) != 1:
+def _blur(module: Any, source: int, target: int, name: str) -> BlurOp:
+    if type(module) is not BlurPool2d or module.pad_mode != 'reflect':
         raise _unsupported(module, f' with {module.pad_mode} padding')
+    coefficients = binomial(module.filt_size)
     if not (module.filt.cpu() == torch.outer(coefficients, coefficients).to(module.filt.dtype)).all():
         raise _unsupported(module, ' with a filter of its own')
-    return BlurOp(source, target, module.filt_size, module.stride, module.padding[0], name)
+    return BlurOp(source, target, module.filt_size, module.stride, _single(tuple(module.padding), module), name)
 
 
 def _pool(module: Union[nn.MaxPool2d, nn.AvgPool2d], source: int, target: int) -> PoolOp:

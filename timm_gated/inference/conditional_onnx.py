@@ -11,9 +11,9 @@ The graph is written for ONNX Runtime, whose gathers are slow if they copy small
 pieces are large: 1 x 1 convolutions of gated inputs are matrix products of transposed weights, and 3 x 3 convolutions
 on small maps are transposed convolutions, whose weights have the inputs first. Gates that are always open are left out.
 
-The groups of an ONNX convolution have the same number of channels, whereas open channels differ. A gated convolution with
-groups therefore computes all of its filters, from a map with zeros in the closed channels. Its neighbours, which have
-most of the weights of a ResNeXt, compute open filters only.
+The groups of an ONNX convolution have the same number of channels, whereas open channels differ. A gated convolution
+with groups therefore computes all of its filters, from a map with zeros in the closed channels. Its neighbours, which
+have most of the weights of a ResNeXt, compute open filters only.
 """
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple, Union

@@ -262,8 +262,8 @@ def _classifier(program: Program) -> Optional[int]:
     pool, linear, output = program.ops[-3:]
     if not (isinstance(pool, AdaptivePoolOp) and isinstance(linear, ConvOp) and isinstance(output, OutputOp)):
         return None
-    is_linear = (linear.weight.shape[2], linear.stride, linear.padding, linear.relu, linear.residual, linear.groups) == (
-        1, 1, 0, False, None, 1)
+    options = linear.weight.shape[2], linear.stride, linear.padding, linear.relu, linear.residual, linear.groups
+    is_linear = options == (1, 1, 0, False, None, 1)
     supported = linear.weight.shape[1] <= INT8_DEPTH
     return len(program.ops) - 2 if pool.bins == 1 and linear.source == pool.target and is_linear and supported else None
 
@@ -290,10 +290,9 @@ class _Rewriter:
             elif isinstance(op, ConcatOp):
                 self._add(index, replace(op, sources=tuple(self._form(source, False) for source in op.sources)))
             elif isinstance(op, ScaleOp):
-                forms = {
-                    name: self._form(getattr(op, name), False) for name in ('source', 'factors', 'residual')
-                    if getattr(op, name) is not None}
-                self._add(index, replace(op, **forms))
+                residual = None if op.residual is None else self._form(op.residual, False)
+                source, factors = self._form(op.source, False), self._form(op.factors, False)
+                self._add(index, replace(op, source=source, factors=factors, residual=residual))
             elif isinstance(op, (GateOp, OutputOp)):
                 self.ops.append(op)
             else:

@@ -21,7 +21,7 @@ Format, version 2. Integers are int64, weights float32, and -1 stands for none. 
 These are sufficient to run the program. A network with a classifier has two outputs: the features and, after average
 pooling and a 1 x 1 convolution (absent without classes), the logits; its form is 'map'.
 
-Files of version 1 can be read. They have the first 20 columns and kinds of operations up to `OutputOp`, and no groups.
+Files of version 1 can be read: they have the first 20 columns, and convolutions without groups.
 
 `__metadata__` has one entry, `timm_gated`: the CRC-32 of all tensors, sorted by name, as eight hexadecimal digits. Of
 each tensor, it covers the name in UTF-8, the shape as int64, and the values.
