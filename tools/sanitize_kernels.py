@@ -17,7 +17,9 @@ from pathlib import Path
 from _options import make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ('test_kernels.py', 'test_accelerate.py', 'test_accelerate_inputs.py', 'test_accelerate_random.py')
+TESTS = (
+    'test_kernels.py', 'test_accelerate.py', 'test_accelerate_inputs.py', 'test_accelerate_random.py',
+    'test_accelerate_variants.py')
 
 
 def main() -> int:

@@ -146,7 +146,7 @@ class Author:
     def blur(self) -> None:
         source = self.source(list(self.maps))
         target = self.target(source)
-        kernel = self.mostly(st.sampled_from([1, 2, 3, 3, 5]))
+        kernel = self.mostly(st.sampled_from([1, 2, 3, 3]))
         self.ops.append(BlurOp(
             source, target, kernel, self.mostly(st.integers(1, 3)), self.mostly(st.sampled_from([kernel // 2, 0]))))
         self.write(target, self.known(source).channels, gate=self.known(source).gate)
@@ -231,7 +231,7 @@ class Author:
 def programs(draw) -> Tuple[int, List[Op], int, int]:
     """Arguments of a `Program`."""
     author = Author(draw)
-    for _ in range(draw(st.integers(4, 10))):
+    for _ in range(draw(st.integers(3, 9))):
         author.operation()
     author.end()
     return author.in_channels, author.ops, NUM_MAPS, NUM_GATES

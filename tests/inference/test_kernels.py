@@ -478,7 +478,7 @@ def test_random_programs_run_or_are_refused():
     seen: Counter = Counter()
 
     @examples(300)
-    @given(arguments=programs(), height=st.integers(1, 12), width=st.integers(1, 12),
+    @given(arguments=programs(), height=st.integers(1, 16), width=st.integers(1, 16),
            threads=st.sampled_from([1, 1, 2]))
     def run(arguments, height, width, threads):
         seen['all'] += 1
