@@ -216,7 +216,7 @@ typedef struct {
     /* Winograd */
     tiling_t tiling;
     piece_t *pieces;
-    ptrdiff_t plane_floats; /* of planes at the beginning of a thread's memory: a padded or output one; those of a group */
+    ptrdiff_t plane_floats; /* of planes at the beginning of a thread's memory: one, or those of a group */
     ptrdiff_t u_floats;     /* of transformed weights, which follow; then sums */
 } step_t;
 

@@ -72,14 +72,13 @@ static const range_of_t ranges[NUM_KINDS][13] = {
          {STRIDE, 1, MAX_KERNEL},
          {PADDING, 0, MAX_KERNEL}},
     [CHANNEL_CONV] = {{SOURCE, 0, ANY}, {TARGET, 1, ANY}},
-    [SCALE] =
-        {{SOURCE, 0, ANY}, {TARGET, 1, ANY}, {RESIDUAL, OPTIONAL, ANY}, {RELU, 0, 1}, {FACTORS, 0, ANY}},
+    [SCALE] = {{SOURCE, 0, ANY}, {TARGET, 1, ANY}, {RESIDUAL, OPTIONAL, ANY}, {RELU, 0, 1}, {FACTORS, 0, ANY}},
 };
 
 static const char *const column_names[NUM_COLUMNS] = {
-    "kind",    "source", "target",  "residual",  "gate", "gate_in",       "gate_out", "kernel", "stride", "dilation",
-    "padding", "relu",   "average", "ceil_mode", "bins", "align_corners", "before",   "after",  "count",  "macs", "zero",
-    "groups",  "factors"};
+    "kind",   "source",   "target",  "residual", "gate",    "gate_in",   "gate_out", "kernel",
+    "stride", "dilation", "padding", "relu",     "average", "ceil_mode", "bins",     "align_corners",
+    "before", "after",    "count",   "macs",     "zero",    "groups",    "factors"};
 
 static int check_row(const int64_t row[NUM_COLUMNS]) {
     if (row[KIND] < 0 || row[KIND] >= NUM_KINDS)
@@ -343,9 +342,7 @@ static int add_kind(network_t *network, kind_t kind, op_t *op, const tensor_t *t
         case INT8_LINEAR: return add_int8_linear(op, tensors);
         case CHANNEL_CONV: return add_channel_conv(op, &tensors[0]);
         case BLUR:
-            return op->padding > op->kernel
-                ? fail("a blur of kernel %d with padding %d", op->kernel, op->padding)
-                : 0;
+            return op->padding > op->kernel ? fail("a blur of kernel %d with padding %d", op->kernel, op->padding) : 0;
         case QUANTIZE: return add_scale(op, &tensors[0]);
         case POOL:
             return op->padding > op->kernel / 2

@@ -219,8 +219,8 @@ def accelerate(
 ) -> nn.Module:
     """Create an evaluation-only copy of a network that computes only open filters.
 
-    Supported are gated and dense ResNets of this package and of timm (classifiers and features_only backbones), mmseg's
-    ResNets with `mmseg_plugin`, and modules that contain such networks, for example segmentors. Outputs agree up to
+    Supported are gated and dense ResNets of this package and of timm (classifiers and features_only backbones), also
+    with groups, SE or ECA attention, and blur or average pooling against aliasing; mmseg's ResNets with `mmseg_plugin`, and modules that contain such networks, for example segmentors. Outputs agree up to
     rounding, except that rounding may flip a gate whose logit is close to zero. Hooks of the network are not run.
 
     Args:
