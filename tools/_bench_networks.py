@@ -7,13 +7,17 @@ the dense nor the gated one resizes them to the image.
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Dict, Iterator, Optional, Sequence, Tuple
 
 if TYPE_CHECKING:
     import torch
     import torch.nn as nn
 
-__all__ = ['Classifier', 'Network', 'PSPNET', 'PSPNet', 'find_network', 'has_mmseg', 'keep_filters', 'load_images']
+__all__ = [
+    'Classifier', 'Network', 'PSPNET', 'PSPNet', 'create_images', 'find_network', 'has_mmseg', 'keep_filters',
+    'load_images',
+]
 
 PSPNET = 'pspnet_r50'
 PSPNET_CONFIG = 'mmseg::pspnet/pspnet_r50-d8_4xb2-40k_cityscapes-512x1024.py'
@@ -27,16 +31,18 @@ class Network:
         dense_name: Name of the dense counterpart.
         image_size: Height and width of the images.
         is_trained: Whether the gates have trained weights.
+        has_dense_weights: Whether the dense counterpart has trained weights.
         data_cfg: Preprocessing of the images, as in timm's pretrained configs; timm's defaults by default.
     """
     name: str
     dense_name: str
     image_size: Tuple[int, int]
     is_trained = False
+    has_dense_weights = False
     data_cfg: Optional[Dict[str, Any]] = None
 
     def dense(self) -> nn.Module:
-        """Build the dense counterpart, untrained."""
+        """Build the dense counterpart."""
         raise NotImplementedError
 
     def gated(self) -> nn.Module:
@@ -61,9 +67,16 @@ class Classifier(Network):
         name: Name of the model; with a tag, its pretrained weights are loaded.
         img_size: Image size, that of the model by default.
         checkpoint: Weights of a trained network.
+        dense_weights: Trained weights of the dense counterpart: a file, or a name with a tag.
     """
 
-    def __init__(self, name: str, img_size: Optional[int] = None, checkpoint: Optional[str] = None) -> None:
+    def __init__(
+            self,
+            name: str,
+            img_size: Optional[int] = None,
+            checkpoint: Optional[str] = None,
+            dense_weights: Optional[str] = None,
+    ) -> None:
         import timm
         import torch
 
@@ -74,7 +87,8 @@ class Classifier(Network):
                 f"'{name}' is not a gated network: use a model of timm.list_models('gated_*'), {PSPNET}, or a number "
                 f'such as 18 for gated_resnet18.')
         check_model_name(name)
-        self.name, self.checkpoint = name, checkpoint
+        self.name, self.checkpoint, self.dense_weights = name, checkpoint, dense_weights
+        self.has_dense_weights = dense_weights is not None
         self.has_weights = name != model and checkpoint is None
         if self.has_weights:
             check_weights(name, 'Use the name without its tag for random weights.')
@@ -94,9 +108,21 @@ class Classifier(Network):
     def dense(self) -> nn.Module:
         import timm
         import torch
+
+        from timm_gated.models import check_weights
+        from timm_gated.utils import explained
         torch.manual_seed(0)
         # zero_init_last would make the weights zero after folding
-        return timm.create_model(self.dense_variant, zero_init_last=False, **self.dense_args).eval()
+        dense = timm.create_model(self.dense_variant, zero_init_last=False, **self.dense_args).eval()
+        if self.dense_weights is not None:
+            with explained(f'{self.dense_weights} does not load into {self.dense_variant}'):
+                if Path(self.dense_weights).is_file():
+                    timm.models.load_checkpoint(dense, self.dense_weights, weights_only=True)
+                else:
+                    check_weights(self.dense_weights, 'Give a file, or a model with the tag of its weights.')
+                    trained = timm.create_model(self.dense_weights, pretrained=True)
+                    dense.load_state_dict(trained.state_dict())
+        return dense
 
     def gated(self) -> nn.Module:
         import timm
@@ -158,19 +184,25 @@ def has_mmseg() -> bool:
     return importlib.util.find_spec('mmseg') is not None
 
 
-def find_network(name: str, img_size: Optional[int] = None, checkpoint: Optional[str] = None) -> Network:
+def find_network(
+        name: str,
+        img_size: Optional[int] = None,
+        checkpoint: Optional[str] = None,
+        dense_weights: Optional[str] = None,
+) -> Network:
     """Find a network by its name on the command line.
 
     Args:
         name: Name of a gated model of timm, 'pspnet_r50', or the depth of a ResNet for ImageNet.
         img_size: Image size (height for segmentors), that of the network by default.
         checkpoint: Weights of a trained classifier.
+        dense_weights: Trained weights of its dense counterpart.
     """
     if name == PSPNET:
-        if checkpoint is not None:
-            raise ValueError(f'a checkpoint is for a classifier, got {PSPNET}.')
+        if checkpoint is not None or dense_weights is not None:
+            raise ValueError(f'weights are for a classifier, got {PSPNET}.')
         return PSPNet(img_size)
-    return Classifier(f'gated_resnet{name}' if name.isdigit() else name, img_size, checkpoint)
+    return Classifier(f'gated_resnet{name}' if name.isdigit() else name, img_size, checkpoint, dense_weights)
 
 
 def keep_filters(model: nn.Module, share: float) -> nn.Module:
@@ -188,6 +220,15 @@ def keep_filters(model: nn.Module, share: float) -> nn.Module:
     return model
 
 
+def create_images(network: Network, data_dir: str) -> Any:
+    """Create the validation set of an image folder, as the network gets its images."""
+    import timm
+    config = timm.data.resolve_data_config({'input_size': (3, *network.image_size)}, network.data_cfg)
+    dataset = timm.data.create_dataset('', data_dir, split='validation')
+    dataset.transform = timm.data.create_transform(**config)
+    return dataset
+
+
 def load_images(network: Network, data_dir: Optional[str], count: int, seed: int = 0) -> torch.Tensor:
     """Load images of a data set, or draw noise.
 
@@ -197,13 +238,9 @@ def load_images(network: Network, data_dir: Optional[str], count: int, seed: int
         count: Number of images, spread over the data set.
         seed: Seed of the noise, or the number of images to skip.
     """
-    import timm
     import torch
     if data_dir is None:
         return torch.randn(count, 3, *network.image_size, generator=torch.Generator().manual_seed(seed))
-    config = timm.data.resolve_data_config({'input_size': (3, *network.image_size)}, network.data_cfg)
-    dataset = timm.data.create_dataset('', data_dir, split='validation')
-    transform = timm.data.create_transform(**config)
+    dataset = create_images(network, data_dir)
     step = max(1, len(dataset) // count)
-    images: List[torch.Tensor] = [transform(dataset[(seed + i * step) % len(dataset)][0]) for i in range(count)]
-    return torch.stack(images)
+    return torch.stack([dataset[(seed + i * step) % len(dataset)][0] for i in range(count)])

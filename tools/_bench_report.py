@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence, Tuple
 
-from _bench_runtimes import BASELINES, INT8
+from _bench_runtimes import BASELINES, INT8, is_int8
 from _options import format_table
 
 __all__ = ['Fit', 'LEGEND', 'Row', 'fit_lines', 'fit_table', 'plot', 'table']
@@ -55,7 +55,7 @@ class Row:
 
         A native row is compared with the peak of its own instruction set, other rows with the highest one.
         """
-        if self.runtime == INT8 or not peaks:
+        if is_int8(self.runtime) or not peaks:
             return None
         peak = peaks.get(self.runtime.rpartition(' ')[2], max(peaks.values()))
         return 2 * self.gmacs * self.batch_size / (self.ms / 1e3) / (peak * self.threads)

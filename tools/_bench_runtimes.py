@@ -2,7 +2,8 @@
 
 Dense networks run in eager torch, torch.compile, ONNX Runtime, OpenVINO, OpenVINO with int8 weights and activations,
 and with our kernels ('native'). Gated networks run masked (all filters are computed) and with both backends of
-`accelerate`, 'torch' and 'native'. A native runtime is named with its instruction set, 'native avx512'.
+`accelerate`, 'torch' and 'native'. A native runtime is named with its instruction set and, unless it is float32, its
+precision: 'native avx512', 'native avx512 int8'.
 """
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional, Sequence
 
 import _bench_quantize
 
@@ -19,12 +20,36 @@ if TYPE_CHECKING:
     import torch
     import torch.nn as nn
 
-__all__ = ['BASELINES', 'DENSE_RUNTIMES', 'INT8', 'Run', 'prepare', 'prepare_onnx', 'quantize']
+__all__ = [
+    'BASELINES', 'DENSE_RUNTIMES', 'INT8', 'Run', 'is_int8', 'limit_onednn', 'prepare', 'prepare_onnx', 'quantize',
+]
 
 Run = Callable[[], Any]
 BASELINES = ('eager', 'compile', 'onnxruntime', 'openvino')  # dense, float32
 INT8 = 'openvino_int8'
 DENSE_RUNTIMES = (*BASELINES, INT8)
+
+
+_ONEDNN_NAMES = {'avx512': None, 'avxvnni': 'AVX2_VNNI', 'avx2': 'AVX2', 'portable': 'SSE41'}
+
+
+def is_int8(runtime: str) -> bool:
+    """Whether a runtime computes convolutions in int8."""
+    return runtime == INT8 or runtime.endswith(' int8')
+
+
+def limit_onednn(isa: Sequence[str]) -> None:
+    """Limit torch and OpenVINO to an instruction set, if our kernels use only this one.
+
+    Call it before torch is imported. Both use oneDNN, which reads a variable of the environment; one that is already
+    set is kept. ONNX Runtime cannot be limited.
+
+    Args:
+        isa: Instruction sets of the native kernels.
+    """
+    name = _ONEDNN_NAMES[isa[0]] if len(isa) == 1 else None
+    if name is not None:
+        os.environ.setdefault('ONEDNN_MAX_CPU_ISA', name)
 
 
 def prepare_onnx(model: nn.Module, x: torch.Tensor, path: Path) -> Path:
@@ -61,43 +86,41 @@ def quantize(onnx_path: Path, images: torch.Tensor) -> Path:
 def prepare(
         model: nn.Module,
         runtime: str,
-        x: torch.Tensor,
         threads: int,
         path: Optional[Path] = None,
-) -> Run:
-    """Return a function that runs a batch.
+        calibration: Optional[torch.Tensor] = None,
+) -> Callable[[torch.Tensor], Any]:
+    """Return a function that runs batches of one size.
 
     Args:
         model: Network to run.
         runtime: Name of the runtime.
-        x: Batch of images.
         threads: Number of threads. Torch and the native kernels use those of `torch.set_num_threads`.
         path: File for ONNX Runtime and OpenVINO: the exported model, or the quantised one.
+        calibration: Images to calibrate our kernels on in int8.
     """
     import torch
 
     from timm_gated import accelerate
     if runtime in ('eager', 'masked'):
-        return lambda: model(x)
+        return model
     if runtime == 'compile':
         torch._dynamo.reset()  # past its recompilation limit it would run eagerly
-        compiled = torch.compile(model, dynamic=False)
-        return lambda: compiled(x)
-    backend, _, isa = runtime.partition(' ')
+        return torch.compile(model, dynamic=False)
+    backend, isa, *_ = *runtime.split(), None
     if backend in ('torch', 'native'):
-        fast = accelerate(model, backend, isa or None)
-        return lambda: fast(x)
-    images = x.numpy()
+        options = dict(precision='int8', calibration=calibration) if is_int8(runtime) else {}
+        return accelerate(model, backend, isa, **options)
     if runtime == 'onnxruntime':
         import onnxruntime
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         session = onnxruntime.InferenceSession(str(path), options, providers=['CPUExecutionProvider'])
         name = session.get_inputs()[0].name
-        return lambda: session.run(None, {name: images})[0]
+        return lambda images: session.run(None, {name: images.numpy()})[0]
     import openvino
     request = openvino.Core().compile_model(str(path), 'CPU', {
         # with the throughput hint, a single request would use one thread
         'INFERENCE_NUM_THREADS': threads, 'PERFORMANCE_HINT': 'LATENCY',
         'INFERENCE_PRECISION_HINT': 'f32'}).create_infer_request()  # of the operations that are not quantised
-    return lambda: request.infer({0: images}, share_inputs=True, share_outputs=True)[0]
+    return lambda images: request.infer({0: images.numpy()}, share_inputs=True, share_outputs=True)[0]

@@ -2,8 +2,11 @@
 
 Dense networks run in eager torch, torch.compile, ONNX Runtime and OpenVINO, with OpenVINO in int8, and with our native
 kernels. Gated networks run masked (all filters are computed) and with both backends of `accelerate`, 'torch' and
-'native'. All but int8 compute in float32. Without trained weights, networks are untrained and the gate biases are set
-to keep a given share of the filters.
+'native'. Without trained weights, networks are untrained and the gate biases are set to keep a given share of the
+filters. OpenVINO and our kernels are also measured in int8, calibrated on the same images. With a trained network and
+--data-dir, accuracies in float32 and int8 are measured, too, and those of the dense network with --dense-weights.
+
+With one instruction set, for example --isa avx2, torch and OpenVINO are limited to it, too (by ONEDNN_MAX_CPU_ISA).
 
 Networks are gated models of timm, with a tag for their packaged weights; a number is short for a gated ResNet of that
 depth for ImageNet. pspnet_r50 is mmseg's PSPNet with a ResNet-50, run at batch size 1 only, as is int8.
@@ -14,6 +17,8 @@ Writes a table, a figure and all timings as JSON to --output.
     python tools/benchmark_inference.py --networks 34 --keep 0.43 1 --batch-sizes 1 --threads 1
     python tools/benchmark_inference.py --networks gated_resnet20.bas_c10 pspnet_r50 --isa avx2
     python tools/benchmark_inference.py --networks 34 --checkpoint model.safetensors --data-dir imagenet
+    python tools/benchmark_inference.py --networks gated_resnet20.bas_c10 --dense-weights cifar_resnet20.e28_c10 \\
+        --data-dir data/cifar10 --precision int8
     python tools/benchmark_inference.py --networks 34 --simulate 16 --device cuda
 """
 from __future__ import annotations
@@ -21,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import importlib.metadata
 import json
 import os
@@ -34,9 +40,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
+from _bench_accuracy import accuracy_table, measure_accuracies
 from _bench_networks import PSPNET, Network, PSPNet, find_network, has_mmseg, load_images
 from _bench_report import LEGEND, Row, fit_lines, fit_table, plot, table
-from _bench_runtimes import DENSE_RUNTIMES, INT8, Run, prepare, prepare_onnx, quantize
+from _bench_runtimes import DENSE_RUNTIMES, INT8, Run, is_int8, limit_onednn, prepare, prepare_onnx, quantize
 from _options import make_parser
 from tqdm import tqdm
 
@@ -56,13 +63,14 @@ def check_outputs(sides: Sequence[Tuple[Row, Run]]) -> None:
     """
     import torch
     expected: Dict[Any, torch.Tensor] = {}
-    for row, run in sorted(sides, key=lambda side: side[0].runtime == INT8):  # int8 last
+    for row, run in sorted(sides, key=lambda side: is_int8(side[0].runtime)):  # int8 last
         output = torch.as_tensor(run())
         first = expected.setdefault((row.network, row.keep), output.clone())
-        if row.runtime == INT8:
+        if is_int8(row.runtime):
             error = ((output - first).norm() / first.norm()).item()
             if not error < 0.5:  # or NaN
-                raise AssertionError(f'{row.network} in int8 is off by {error:.2f} of the norm of its outputs.')
+                raise AssertionError(
+                    f'{row.network} under {row.runtime} is off by {error:.2f} of the norm of its outputs.')
             continue
         torch.testing.assert_close(
             output, first, atol=1e-3 * first.abs().max().item(), rtol=0,
@@ -84,14 +92,15 @@ def time_in_turns(sides: Sequence[Tuple[Row, Run]], rounds: int) -> None:
 
 def benchmark_network(
         args: argparse.Namespace, network: Network, batch_size: int, threads: int, folder: Path) -> List[Row]:
-    """Time all runtimes of a network in one setting."""
+    """Time all runtimes of a network in one setting. Int8 and whole segmentors run at batch size 1 only."""
     import torch
 
     from timm_gated import count_macs
     torch.set_num_threads(threads)
     dense = network.dense()
     x = load_images(network, args.data_dir, batch_size)
-    native = [f'native {isa}' for isa in args.isa]
+    native = native_runtimes(args, batch_size)
+    calibration = load_images(network, args.data_dir, CALIBRATION_IMAGES, seed=1)
     sides: List[Tuple[Row, Run]] = []
 
     def add(name: str, model: torch.nn.Module, runtime: str, keep: Optional[float], gmacs: float) -> None:
@@ -99,9 +108,9 @@ def benchmark_network(
         if runtime in ('onnxruntime', 'openvino', INT8):
             path = prepare_onnx(model, x, folder / f'{network.name}-{batch_size}.onnx')
         if runtime == INT8:
-            path = quantize(path, load_images(network, args.data_dir, CALIBRATION_IMAGES, seed=1))
+            path = quantize(path, calibration)
         row = Row(name, network.dense_name, runtime, keep, network.image_size, batch_size, threads, gmacs)
-        sides.append((row, prepare(model, runtime, x, threads, path)))
+        sides.append((row, functools.partial(prepare(model, runtime, threads, path, calibration), x)))
 
     dense_macs = count_macs(dense, x[:1]).dense / 1e9
     for runtime in (*args.dense_runtimes, *native):
@@ -115,6 +124,17 @@ def benchmark_network(
     is_fast = batch_size == 1 and not isinstance(network, PSPNet)
     time_in_turns(sides, args.rounds if is_fast else max(5, args.rounds // 4))
     return [row for row, _ in sides]
+
+
+def native_runtimes(args: argparse.Namespace, batch_size: int) -> List[str]:
+    """Names of the native runtimes to measure."""
+    from timm_gated import instruction_sets
+    runtimes = []
+    if 'float32' in args.precision:
+        runtimes += [f'native {isa}' for isa in args.isa if isa in instruction_sets()]
+    if 'int8' in args.precision and batch_size == 1:
+        runtimes += [f'native {isa} int8' for isa in args.isa]
+    return runtimes
 
 
 def benchmark(args: argparse.Namespace, networks: Sequence[Network], folder: Path) -> List[Row]:
@@ -199,6 +219,8 @@ def machine(isa: Sequence[str]) -> Dict[str, Any]:
                  if line.startswith('model name')]
         cpu = names[0] if names else cpu
     versions = {}
+    if 'ONEDNN_MAX_CPU_ISA' in os.environ:
+        versions['torch and openvino limited to'] = os.environ['ONEDNN_MAX_CPU_ISA']
     for name in ('torch', 'timm', 'onnxruntime', 'openvino', 'nncf', 'mmsegmentation'):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
@@ -208,7 +230,7 @@ def machine(isa: Sequence[str]) -> Dict[str, Any]:
 def choose_isa(asked: Optional[Sequence[str]], only_fastest: bool) -> List[str]:
     """Choose the instruction sets of the native kernels: those asked for, or all vectorised ones of this CPU."""
     from timm_gated import instruction_sets
-    available = instruction_sets()
+    available = instruction_sets('int8')
     missing = [isa for isa in asked or () if isa not in available]
     if missing:
         raise ValueError(f'--isa {" ".join(missing)} is not available here, only {", ".join(available) or "none"}.')
@@ -226,7 +248,7 @@ def choose_networks(args: argparse.Namespace) -> List[Network]:
                 names.append(PSPNET)
             else:
                 print(f"skipped {PSPNET}: mmsegmentation is not installed (pip install 'timm-gated[mmseg]').")
-    networks = [find_network(name, args.img_size, args.checkpoint) for name in names]
+    networks = [find_network(name, args.img_size, args.checkpoint, args.dense_weights) for name in names]
     return list({network.name: network for network in networks}.values())
 
 
@@ -241,13 +263,20 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument('--batch-sizes', type=int, nargs='+', default=[1, 32])
     parser.add_argument('--threads', type=int, nargs='+', help='numbers of threads (default: 1 and all)')
     parser.add_argument('--dense-runtimes', nargs='+', default=list(DENSE_RUNTIMES), choices=DENSE_RUNTIMES)
-    parser.add_argument('--isa', nargs='+', choices=('avx512', 'avx2', 'portable'),
-                        help='instruction sets of the native kernels (default: all vectorised ones of this CPU)')
+    parser.add_argument('--isa', nargs='+', choices=('avx512', 'avxvnni', 'avx2', 'portable'),
+                        help='instruction sets of the native kernels; avxvnni is that of avx2 in float32 (default: all '
+                        'vectorised ones of this CPU)')
+    parser.add_argument('--precision', nargs='+', choices=('float32', 'int8'), default=['float32', 'int8'],
+                        help='precisions of the native kernels (default: both)')
     parser.add_argument('--img-size', type=int, metavar='N', help=f"image size (default: the network's, 224 or 32); "
                         f'{PSPNET} has N x 2N (default: 288 x 576)')
     parser.add_argument('--rounds', type=int, default=21, help=f'timed rounds at batch size 1; larger batches and '
                         f'{PSPNET} have a quarter, at least 5 (default: 21)')
     parser.add_argument('--checkpoint', help='weights of a trained gated network; needs a single --networks')
+    parser.add_argument('--dense-weights', metavar='NAME', help='trained weights of the dense counterpart: a file, or '
+                        'a model of timm with its tag; needs a single --networks')
+    parser.add_argument('--accuracy-images', type=int, default=1000, metavar='N', help='number of validation images '
+                        'for the accuracies of trained networks (default: 1000)')
     parser.add_argument('--data-dir', help='image folder to use instead of noise')
     parser.add_argument('--simulate', type=int, metavar='IMAGES',
                         help='simulate batched kernels as in the paper, on the sparse networks of this many images')
@@ -264,6 +293,8 @@ def main(argv: Optional[List[str]] = None) -> int:
         parser.error('--checkpoint needs a single network, for example --networks 34.')
     if args.checkpoint is not None and not Path(args.checkpoint).is_file():
         parser.error(f'--checkpoint {args.checkpoint} does not exist.')
+    if args.dense_weights is not None and len(args.networks or ()) != 1:
+        parser.error('--dense-weights needs a single network, for example --networks 34.')
     if args.data_dir is not None and not Path(args.data_dir).is_dir():
         parser.error(f'--data-dir {args.data_dir} does not exist.')
     whole = PSPNET in (args.networks or ())
@@ -272,8 +303,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     if whole and 1 not in args.batch_sizes:
         parser.error(f'{PSPNET} runs at batch size 1 only, got --batch-sizes {args.batch_sizes}.')
     if args.quick:
-        args.keep, args.batch_sizes, args.rounds = [0.43, 0.55, 1.], [1], 7
+        args.keep, args.batch_sizes, args.rounds, args.precision = [0.43, 0.55, 1.], [1], 7, ['float32']
         args.dense_runtimes = [runtime for runtime in args.dense_runtimes if runtime not in ('compile', INT8)]
+    limit_onednn(args.isa or ())
 
     import torch
     if args.threads is None:
@@ -287,7 +319,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     weights = 'random (untrained)'
     trained = [args.checkpoint or network.name for network in networks if network.is_trained]
     if trained:
-        rest = 'random (dense, untrained)' if len(trained) == len(networks) else 'random (all others, untrained)'
+        rest = 'random (all others, untrained)'
+        if len(trained) == len(networks):
+            rest = f'{args.dense_weights} (dense)' if args.dense_weights else 'random (dense, untrained)'
         weights = f'{", ".join(trained)} (gated), {rest}'
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.output) as scratch:
@@ -297,6 +331,7 @@ def main(argv: Optional[List[str]] = None) -> int:
             with torch.inference_mode():
                 rows = (
                     simulate(args, networks) if args.simulate is not None else benchmark(args, networks, folder))
+                accuracies = measure_accuracies(args, networks, folder, CALIBRATION_IMAGES)
         except ValueError as error:
             print(f'error: {error}', file=sys.stderr)
             return 1
@@ -306,11 +341,14 @@ def main(argv: Optional[List[str]] = None) -> int:
             conditions += '\nFMA peak of one core: ' + ', '.join(
                 f'{isa} {peak:.0f} GFLOP/s' for isa, peak in peaks.items())
         summary = f'{conditions}\n\n{table(rows, peaks)}\n{LEGEND}\n'
+        if accuracies:
+            summary += f'\n{accuracy_table(accuracies)}'
         if fits:
             summary += f'\n{fit_table(fits)}'
         (folder / 'table.txt').write_text(summary)
         (folder / 'results.json').write_text(json.dumps(dict(
             machine=found, weights=weights, fma_peaks=peaks, fits=[asdict(fit) for fit in fits],
+            accuracies=[asdict(accuracy) for accuracy in accuracies],
             rows=[dict(asdict(row), ms=row.ms, share_of_peak=row.share_of_peak(peaks)) for row in rows]), indent=1))
         plot(rows, fits, weights, folder / 'speed.png')
         for name in ('table.txt', 'results.json', 'speed.png'):

@@ -5,13 +5,16 @@
     python tools/evaluate.py --model gated_resnet20 --checkpoint gated.pth cifar_resnet20=dense.pth \\
         --data-dir data/cifar10 --output runs/evaluation.json
     python tools/evaluate.py --model gated_resnet20.bas_c10 --pretrained --data-dir data/cifar10 --accelerate
+    python tools/evaluate.py --model gated_resnet20.bas_c10 --data-dir data/cifar10 --accelerate --precision int8
 
 A checkpoint belongs to --model unless it is written as MODEL=FILE. Without one, the pretrained weights of --model are
 evaluated. tools/tradeoff.py draws the JSON file.
 
---accelerate also runs each network through `timm_gated.accelerate`, on the CPU. It counts the images whose prediction
-differs from that of the network, and adds milliseconds per image at batch 1: accelerated, the accelerated dense
-counterpart, and the network in eager torch. Gate statistics, MACs and accuracy are those of the network itself.
+--accelerate also runs each network through `timm_gated.accelerate`, on the CPU. It adds the accuracy of the accelerated
+network, the number of images whose prediction differs, the share of equal gate decisions, and milliseconds per image at
+batch 1: accelerated, the accelerated dense counterpart, and the network in eager torch. The first table describes the
+network itself. --precision int8 quantises the accelerated networks; images of the training split, as the network gets
+them in evaluation, choose the ranges.
 """
 from __future__ import annotations
 
@@ -49,11 +52,22 @@ def dense_counterpart(network: Any) -> Optional[nn.Module]:
     return dense
 
 
-def accelerated(network: nn.Module, model: str) -> nn.Module:
+def calibration_images(network: nn.Module, args: argparse.Namespace) -> torch.Tensor:
+    """Images of the training split, spread evenly, as the network gets them in evaluation."""
+    import torch
+
+    from timm_gated.analysis import create_data
+    dataset = create_data(network, argparse.Namespace(**{**vars(args), 'split': args.calibration_split})).loader.dataset
+    count = min(args.calibration_images, len(dataset))
+    return torch.stack([dataset[index * len(dataset) // count][0] for index in range(count)])
+
+
+def accelerated(network: nn.Module, model: str, args: argparse.Namespace) -> nn.Module:
     """Accelerate a network. Raise a ValueError that names the model if that is not possible."""
     from timm_gated import accelerate
+    calibration = calibration_images(network, args) if args.precision == 'int8' else None
     try:
-        return accelerate(network)
+        return accelerate(network, precision=args.precision, calibration=calibration)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"--accelerate does not support '{model}': {error} Run without --accelerate.") from error
 
@@ -77,7 +91,8 @@ def time_in_turns(sides: Dict[str, nn.Module], images: Sequence[torch.Tensor]) -
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def measure_speed(network: nn.Module, fast: nn.Module, model: str, dataset: Any, count: int) -> Result:
+def measure_speed(
+        network: nn.Module, fast: nn.Module, model: str, dataset: Any, args: argparse.Namespace) -> Result:
     """Time a network on images spread evenly over a data set, and describe the conditions.
 
     Args:
@@ -85,7 +100,7 @@ def measure_speed(network: nn.Module, fast: nn.Module, model: str, dataset: Any,
         fast: The accelerated network.
         model: Name of the model.
         dataset: Data set of (image, label).
-        count: Maximum number of images.
+        args: Parsed command line.
     """
     import torch
 
@@ -93,14 +108,15 @@ def measure_speed(network: nn.Module, fast: nn.Module, model: str, dataset: Any,
     sides = {'accelerated': fast, 'eager': network}
     dense = dense_counterpart(network)
     if dense is not None:
-        sides['dense'] = accelerated(dense, model)
-    count = min(count, len(dataset))
+        sides['dense'] = accelerated(dense, model, args)
+    count = min(args.timed_images, len(dataset))
     images = [dataset[index * len(dataset) // count][0] for index in range(count)]
     times = time_in_turns(sides, images)
     part = next(module for module in fast.modules() if isinstance(module, Accelerated))
     return {
         'milliseconds': {name: times.get(name) for name in SIDES}, 'num_images': count, 'batch_size': 1,
-        'threads': torch.get_num_threads(), 'backend': part.backend, 'isa': getattr(part.runner, 'isa', None)}
+        'threads': torch.get_num_threads(), 'precision': args.precision,
+        'backend': part.backend, 'isa': getattr(part.runner, 'isa', None)}
 
 
 def evaluate(text: str, args: argparse.Namespace) -> Result:
@@ -110,10 +126,11 @@ def evaluate(text: str, args: argparse.Namespace) -> Result:
         text: FILE or MODEL=FILE; empty for the pretrained weights.
         args: Parsed command line.
     """
+    import torch
     from tqdm import tqdm
 
+    from timm_gated import gates
     from timm_gated.analysis import (
-        classification_step,
         create_data,
         create_network,
         parse_checkpoint,
@@ -127,18 +144,21 @@ def evaluate(text: str, args: argparse.Namespace) -> Result:
     if name in ('model_best', 'last'):  # in timm, the folder has the name of the run
         name = path.resolve().parent.name
     network = create_network(model, checkpoint, args)
-    fast = accelerated(network, model) if args.accelerate else None
+    fast: Any = accelerated(network, model, args) if args.accelerate else None
     name = title(network, model, name)
     data = create_data(network, args)
     batches = tqdm(data.loader, desc=name, unit='batch')
     predictions: List[int] = []
+    equal_decisions: List[float] = []
 
     def run_both() -> Iterator[Any]:
         """Run the accelerated network before each batch is recorded: a record counts the MACs of all that runs."""
-        step = classification_step(fast, len(data.class_names))
         for batch in batches:
-            predictions.extend(step(batch).prediction.tolist())
+            output, decisions = fast.run_with_decisions(batch[0])
+            predictions.extend(output.argmax(1).tolist())
             yield batch
+            equal = [decisions[name] == gate.decision.bool() for name, gate in gates(network)]
+            equal_decisions.extend(torch.cat(equal, dim=1).float().mean(1).tolist() if equal else [])
 
     record = record_gates(network, run_both() if fast is not None else batches, data.class_names, data.step)
     result = {
@@ -148,7 +168,8 @@ def evaluate(text: str, args: argparse.Namespace) -> Result:
         result['accelerate'] = {
             'top1': 100 * sum(record.label == predictions) / record.num_samples,
             'different_predictions': int(sum(record.prediction != predictions)),
-            **measure_speed(network, fast, model, data.loader.dataset, args.timed_images)}
+            'equal_decisions': statistics.fmean(equal_decisions) if equal_decisions else None,
+            **measure_speed(network, fast, model, data.loader.dataset, args)}
     return result
 
 
@@ -176,7 +197,7 @@ def speed_table(results: Sequence[Result]) -> str:
     """Format the times of the accelerated networks, one per line, under their conditions."""
     speed = results[0]['accelerate']
     kernels = f'native kernels ({speed["isa"]})' if speed['isa'] else f'{speed["backend"]} backend'
-    rows = [('', *SIDES.values(), 'images', 'different predictions')]
+    rows = [('', *SIDES.values(), 'images', 'top-1', 'different predictions', 'equal gate decisions')]
     for result in results:
         speed = result['accelerate']
         times = [speed['milliseconds'][name] for name in SIDES]
@@ -184,10 +205,12 @@ def speed_table(results: Sequence[Result]) -> str:
             result['name'],
             *('-' if value is None else f'{value:.3f}' for value in times),
             str(speed['num_images']),
-            f'{speed["different_predictions"]} of {result["num_samples"]}'))
+            f'{speed["top1"]:.2f}',
+            f'{speed["different_predictions"]} of {result["num_samples"]}',
+            '-' if speed['equal_decisions'] is None else f'{speed["equal_decisions"]:.2%}'))
     threads = f'{speed["threads"]} thread{"s" if speed["threads"] > 1 else ""}'
     return (
-        f'Median milliseconds per image at batch 1, {threads}, {kernels}.\n'
+        f'Median milliseconds per image at batch 1, {threads}, {speed["precision"]}, {kernels}.\n'
         f'dense: accelerated dense counterpart; eager: the network in torch.\n\n{format_table(rows)}')
 
 
@@ -202,9 +225,22 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument(
         '--timed-images', type=int, default=50, metavar='N',
         help='number of images to time with --accelerate (default: %(default)s)')
+    parser.add_argument(
+        '--precision', choices=['float32', 'int8'], default='float32',
+        help='precision of the accelerated networks (default: %(default)s)')
+    parser.add_argument(
+        '--calibration-images', type=int, default=256, metavar='N',
+        help='number of images that choose the ranges in int8 (default: %(default)s)')
+    parser.add_argument(
+        '--calibration-split', default='train', metavar='NAME',
+        help='split of these images (default: %(default)s)')
     add_model_options(parser)
     add_data_options(parser)
     args = parser.parse_args(argv)
+    if args.precision == 'int8' and not args.accelerate:
+        parser.error('--precision int8 is for accelerated networks: give --accelerate.')
+    if args.calibration_images < 1:
+        parser.error(f'--calibration-images must be at least 1, got {args.calibration_images}.')
     if args.timed_images < 1:
         parser.error(f'--timed-images must be at least 1, got {args.timed_images}.')
     if args.accelerate:

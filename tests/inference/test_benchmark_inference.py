@@ -1,5 +1,6 @@
 """tools/benchmark_inference.py, on small images"""
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from _bench_networks import find_network
 from forked import run_script
 from PIL import Image
+from small_analysis import write_images
 from tool import TOOLS, load_tool, run_tool
 
 from timm_gated import instruction_sets
@@ -21,7 +23,8 @@ VECTORISED = [isa for isa in instruction_sets() if isa != 'portable']
 
 @pytest.fixture(autouse=True)
 def peaks(monkeypatch):
-    """Known peaks, so that shares of the peak can be computed by hand."""
+    """Known peaks, so that shares of the peak can be computed by hand. Nothing is limited in this process."""
+    monkeypatch.setenv('ONEDNN_MAX_CPU_ISA', 'ALL')
     monkeypatch.setattr(native, 'fma_peak', PEAKS.__getitem__, raising=False)
 
 
@@ -70,7 +73,9 @@ def test_table_figure_and_timings(tmp_path, capsys):
     results = read_results(output)
     assert results['weights'] == 'random (untrained)' and 'weights: random (untrained)' in printed
     assert {'cpu', 'cores', 'kernels', 'torch', 'openvino', 'nncf'} <= set(results['machine'])
-    rows, runtimes = results['rows'], [f'native {isa}' for isa in VECTORISED]
+    rows = results['rows']
+    runtimes = [f'native {isa}' for isa in VECTORISED] + [
+        f'native {isa} int8' for isa in instruction_sets('int8') if isa != 'portable']
     assert [row['runtime'] for row in rows if row['network'] == 'resnet18'] == [
         'eager', 'onnxruntime', 'openvino', 'openvino_int8', *runtimes]
     assert [row['runtime'] for row in rows if row['network'] == 'gated_resnet18'] == ['masked', 'torch', *runtimes] * 3
@@ -87,7 +92,8 @@ def test_table_figure_and_timings(tmp_path, capsys):
         assert found['× fastest dense'] == f'{dense[runtime]["ms"] / fastest:.2f}'
         assert found['× OpenVINO int8'] == f'{dense[runtime]["ms"] / dense["openvino_int8"]["ms"]:.2f}'
     assert cells(table, 'gated_resnet18', 'torch')['of MACs saved, time saved'].endswith('%')
-    assert dense['openvino_int8']['share_of_peak'] is None
+    for runtime in ('openvino_int8', runtimes[-1]):
+        assert dense[runtime]['share_of_peak'] is None
     assert cells(table, 'resnet18', 'openvino_int8')['share of peak'] == ''
     assert results['fma_peaks'] == {isa: PEAKS[isa] for isa in VECTORISED}
     for runtime, peak in (('eager', max(results['fma_peaks'].values(), default=0)), *(
@@ -139,7 +145,9 @@ def test_int8_is_checked_loosely():
         tool.check_outputs([(row(report, runtime), lambda: factor * output), (row(report), lambda: output)])
 
     check(1.2, 'openvino_int8')
-    for factor, runtime in ((2., 'openvino_int8'), (float('nan'), 'openvino_int8'), (1.2, 'openvino')):
+    check(1.2, 'native avx2 int8')
+    for factor, runtime in (
+            (2., 'openvino_int8'), (float('nan'), 'openvino_int8'), (1.2, 'openvino'), (1.2, 'native avx2')):
         with pytest.raises(AssertionError):
             check(factor, runtime)
 
@@ -147,8 +155,8 @@ def test_int8_is_checked_loosely():
 def test_packaged_weights_and_threads(tmp_path, capsys):
     assert run_tool(
         'benchmark_inference', '--networks', 'gated_resnet20.bas_c10', 'gated_resnet20_w10', '--keep', '1', '--rounds',
-        '1', '--threads', '1', '2', '--batch-sizes', '1', '--dense-runtimes', 'eager', '--isa', 'portable', '--output',
-        tmp_path) == 0
+        '1', '--threads', '1', '2', '--batch-sizes', '1', '--dense-runtimes', 'eager', '--isa', 'portable',
+        '--precision', 'float32', '--output', tmp_path) == 0
     torch.set_num_threads(1)
     results = read_results(tmp_path)
     assert results['weights'] == 'gated_resnet20.bas_c10 (gated), random (all others, untrained)'
@@ -169,10 +177,37 @@ def test_batch_sizes(tmp_path, capsys):
              '--isa', 'portable', '--output', tmp_path)
     assert read_results(tmp_path)['machine']['kernels'] == 'portable'
     assert [(row['batch_size'], row['runtime'], len(row['times'])) for row in read_rows(tmp_path)] == [
-        (size, runtime, rounds) for size, rounds in ((1, 2), (3, 5))
-        for runtime in ('eager', 'native portable', 'masked', 'torch', 'native portable')]
+        (size, runtime, rounds) for size, rounds, native in (
+            (1, 2, ['native portable', 'native portable int8']), (3, 5, ['native portable']))
+        for runtime in ('eager', *native, 'masked', 'torch', *native)]
     table = capsys.readouterr().out
     assert 'batch 1, 1 thread\n' in table and 'batch 3, 1 thread\n' in table
+
+
+def test_accuracies_in_both_precisions(tmp_path, capsys):
+    write_images(tmp_path / 'data', ['cat', 'dog'], 3)
+    assert run_tool(
+        'benchmark_inference', '--networks', 'gated_resnet20.bas_c10', '--dense-weights', 'cifar_resnet20.e28_c10',
+        '--data-dir', tmp_path / 'data', '--rounds', '1', '--threads', '1', '--batch-sizes', '1', '--dense-runtimes',
+        'eager', 'openvino_int8', '--isa', 'portable', '--accuracy-images', '4', '--output', tmp_path / 'bench') == 0
+    results = read_results(tmp_path / 'bench')
+    assert results['weights'] == 'gated_resnet20.bas_c10 (gated), cifar_resnet20.e28_c10 (dense)'
+    assert [(row['network'], row['runtime'], row['num_images']) for row in results['accuracies']] == [
+        ('gated_resnet20.bas_c10', 'native portable', 4), ('gated_resnet20.bas_c10', 'native portable int8', 4),
+        ('cifar_resnet20', 'eager', 4), ('cifar_resnet20', 'openvino_int8', 4)]
+    assert all(row['top1'] in (0, 25, 50, 75, 100) for row in results['accuracies'])
+    assert f'{results["accuracies"][0]["top1"]:.2f}' in capsys.readouterr().out.split('Accuracies')[1]
+
+
+def test_one_instruction_set_limits_all(monkeypatch):
+    runtimes = load_tool('_bench_runtimes')
+    for isa, name in ((['avx2'], 'AVX2'), (['avxvnni'], 'AVX2_VNNI'), (['avx512'], None), (['avx2', 'avx512'], None)):
+        monkeypatch.delenv('ONEDNN_MAX_CPU_ISA', raising=False)
+        runtimes.limit_onednn(isa)
+        assert os.environ.get('ONEDNN_MAX_CPU_ISA') == name
+    monkeypatch.setenv('ONEDNN_MAX_CPU_ISA', 'SSE41')
+    runtimes.limit_onednn(['avx2'])
+    assert os.environ['ONEDNN_MAX_CPU_ISA'] == 'SSE41'
 
 
 def test_simulation(tmp_path):
@@ -210,6 +245,7 @@ def test_unknown_networks(name, message, tmp_path, capsys):
     (['--checkpoint', 'model.pth'], 'needs a single network'),
     (['--checkpoint', 'model.pth', '--networks', '18'], '--checkpoint model.pth does not exist'),
     (['--data-dir', 'nowhere'], '--data-dir nowhere does not exist'),
+    (['--dense-weights', 'resnet18.a1_in1k'], 'needs a single network'),
     (['--networks', 'pspnet_r50', '--quick'], 'not part of --quick'),
     (['--networks', 'pspnet_r50', '--batch-sizes', '2'], 'batch size 1 only'),
 ])

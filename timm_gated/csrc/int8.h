@@ -26,7 +26,11 @@ typedef struct {
     const int32_t *const *rows; /* four weights of a filter each, `step` apart */
     ptrdiff_t step;
     const ptrdiff_t *offsets; /* of the inputs that the weights of a row belong to, from x on */
-    int depth;
+    int first, depth;         /* weights [first, depth) of the rows */
+    /* Sums of the weights before `first` and, unless `is_last`, those of the weights before `depth`: [row][position]. */
+    int32_t *sums;
+    ptrdiff_t sums_row;
+    int is_last;
     const uint32_t *x;
     uint32_t *out;
     ptrdiff_t out_plane;

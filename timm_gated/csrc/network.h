@@ -20,6 +20,15 @@
  * added up, and as many panels of them as fit into half of the L2 cache. */
 #define BLOCK_DEPTH 1024
 
+/* Int8 convolutions of so many weights per filter, in quads, are split: inputs and sums of SPLIT_CHUNK groups of positions
+ * stay in the cache. */
+#if defined(CACHE_BYTES)
+#define SPLIT_DEPTH 24
+#else
+#define SPLIT_DEPTH 2560
+#endif
+#define SPLIT_CHUNK 8
+
 /* Channels that are copied from panels to planes together: neighbouring cache lines. */
 #define GROUP 8
 
@@ -131,7 +140,7 @@ typedef struct {
 typedef struct {
     const kernels_t *kernels;
     const int8_kernels_t *int8;
-    int border; /* of quantised maps, in pixels: what 'same' convolutions read */
+    int border; /* of quantised maps, in pixels: what convolutions read beyond them */
     int in_channels;
     int num_buffers, num_gates;
     int num_pairs; /* counts of open pairs, which follow those of open channels by gate */
@@ -213,6 +222,7 @@ typedef struct {
     /* int8 */
     uint32_t *mask; /* all bits of positions within the output map */
     int by_rows;    /* the phases of the input have another pitch than the output */
+    int is_split;   /* the weights of a filter are split, see SPLIT_DEPTH */
     /* Winograd */
     tiling_t tiling;
     piece_t *pieces;
@@ -323,6 +333,7 @@ typedef struct {
     int64_t count;
     float *const *outputs; /* [outputs][count][channels][height][width]; NULL: not wanted */
     int32_t *num_open;     /* open channels and open pairs, [count][gates + pairs], or NULL */
+    uint8_t *is_open;      /* whether each channel of each gate is open, [count][channels of all gates], or NULL */
     double *milliseconds;  /* per operation, to add to, or NULL; complete for a single image */
 } batch_t;
 

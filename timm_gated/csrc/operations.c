@@ -283,8 +283,10 @@ static int add_int8_conv(network_t *network, op_t *op, const tensor_t *tensors) 
         pack_groups(network, op, values);
     else
         pack_rows(op, values);
-    if (op->stride == 1 && op->padding > network->border)
-        network->border = op->padding;
+    /* With a shortcut, the phases of the input have the pitch of the maps. */
+    const int reach = (op->kernel - 1) * op->dilation / op->stride;
+    const int border = op->stride == 1 ? op->padding : op->residual >= 0 ? reach : 0;
+    network->border = border > network->border ? border : network->border;
     return 0;
 }
 

@@ -4,18 +4,23 @@
 
 #include "network.h"
 
+#define MAX_POSITIONS (1 << 30) /* of a map with its border, so that they fit into 31 bits */
+
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 static ptrdiff_t to_groups(ptrdiff_t count) { return (count + POSITIONS - 1) / POSITIONS * POSITIONS; }
 
 /* Places of the rows and of the border of a map. Taps read up to `border` rows and pixels beyond, in whole groups. */
-static void lay_out_map(const network_t *network, shape_t *shape, float scale, int zero) {
-    const ptrdiff_t border = network->border;
+static int lay_out_map(const plan_t *plan, shape_t *shape, float scale, int zero) {
+    const ptrdiff_t border = plan->network->border;
     shape->scale = scale;
     shape->zero = zero;
-    shape->pitch = shape->width + network->border;
+    shape->pitch = shape->width + plan->network->border;
+    if (shape->height > MAX_POSITIONS / shape->pitch)
+        return fail("images of %d x %d are too large for a border of %d", plan->height, plan->width, (int)border);
     const ptrdiff_t margin = border * shape->pitch + border;
     shape->origin = to_groups(margin);
     shape->plane = odd_lines(shape->origin + to_groups((ptrdiff_t)shape->height * shape->pitch) + margin + POSITIONS);
+    return 0;
 }
 
 static int make_mask(const shape_t *out, step_t *step) {
@@ -68,18 +73,19 @@ static int plan_conv(plan_t *plan, const op_t *op, step_t *step, const shape_t *
         return fail("an int8 convolution of stride 1 changes the size of its map");
     if (op->stride > 1 && op->dilation > 1)
         return fail("an int8 convolution of stride %d and dilation %d", op->stride, op->dilation);
-    lay_out_map(plan->network, &step->out, op->scale, op->zero);
+    if (lay_out_map(plan, &step->out, op->scale, op->zero))
+        return -1;
     if (op->stride > 1)
         plan_phases(plan, op, step, num_quads(op->c_in));
-    if (step->by_rows && residual)
-        return fail("an int8 convolution of kernel %d and stride %d adds a shortcut", op->kernel, op->stride);
     if (plan->max_depth < op->c_in * op->kernel * op->kernel)
         plan->max_depth = op->c_in * op->kernel * op->kernel;
     if (op->gate_in >= 0 && plan->max_lines < (int)depth * QUAD)
         plan->max_lines = (int)depth * QUAD;
     step->algorithm = op->kernel == 1 && op->stride == 1 ? POINTWISE : DIRECT;
+    step->is_split = depth > SPLIT_DEPTH && op->gate_in < 0 && !step->by_rows;
     const size_t regrouped = op->gate_in >= 0 ? times(depth, QUAD * ROW_GROUP) : 0;
-    plan->thread_floats = larger(plan->thread_floats, (size_t)step->plane_floats + regrouped);
+    const size_t sums = step->is_split ? (size_t)num_quads(op->c_out) * QUAD * SPLIT_CHUNK * POSITIONS : 0;
+    plan->thread_floats = larger(plan->thread_floats, (size_t)step->plane_floats + regrouped + sums);
     return plan_taps(op, step) || make_mask(&step->out, step) ? -1 : 0;
 }
 
@@ -98,7 +104,8 @@ int plan_int8(plan_t *plan, const op_t *op, step_t *step, const shape_t *residua
         case QUANTIZE:
             if (is_quantised)
                 return fail("a quantised map is quantised again");
-            lay_out_map(plan->network, out, op->scale, op->zero);
+            if (lay_out_map(plan, out, op->scale, op->zero))
+                return -1;
             break;
         case DEQUANTIZE:
             if (!is_quantised)
@@ -107,7 +114,8 @@ int plan_int8(plan_t *plan, const op_t *op, step_t *step, const shape_t *residua
         case POOL:
             if (op->average)
                 return fail("a quantised map is pooled to averages");
-            lay_out_map(plan->network, out, in->scale, in->zero);
+            if (lay_out_map(plan, out, in->scale, in->zero))
+                return -1;
             plan_phases(plan, op, step, 1);
             if (plan_taps(op, step))
                 return -1;
@@ -115,7 +123,8 @@ int plan_int8(plan_t *plan, const op_t *op, step_t *step, const shape_t *residua
         case SUBSAMPLE:
             if (op->before % QUAD || in->channels % QUAD)
                 return fail("%d channels are subsampled after %d zeros", in->channels, op->before);
-            lay_out_map(plan->network, out, in->scale, in->zero);
+            if (lay_out_map(plan, out, in->scale, in->zero))
+                return -1;
             break;
         case ADAPTIVE_POOL:
             if (op->kernel != 1)

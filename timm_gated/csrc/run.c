@@ -74,6 +74,24 @@ static void pack_image(context_t *context, int channels) {
         }
 }
 
+static void report_gates(const context_t *context, const batch_t *batch, int64_t index) {
+    const network_t *network = context->plan->network;
+    const sample_t *sample = context->sample;
+    const int counts = network->num_gates + network->num_pairs;
+    if (batch->num_open)
+        memcpy(batch->num_open + index * counts, sample->num_open, (size_t)counts * sizeof *sample->num_open);
+    if (!batch->is_open)
+        return;
+    int64_t channels = 0;
+    for (int g = 0; g < network->num_gates; g++)
+        channels += network->gate_sizes[g];
+    uint8_t *is_open = batch->is_open + index * channels;
+    memset(is_open, 0, (size_t)channels);
+    for (int g = 0; g < network->num_gates; is_open += network->gate_sizes[g++])
+        for (int i = 0; i < sample->num_open[g]; i++)
+            is_open[sample->open[g][i]] = 1;
+}
+
 static void run_sample(context_t *context, const batch_t *batch, int64_t index) {
     const plan_t *plan = context->plan;
     const network_t *network = plan->network;
@@ -123,10 +141,8 @@ static void run_sample(context_t *context, const batch_t *batch, int64_t index) 
         if (milliseconds)
             *milliseconds += now() - begin;
     }
-    if (batch->num_open && context->thread == 0)
-        memcpy(
-            batch->num_open + index * (network->num_gates + network->num_pairs), context->sample->num_open,
-            (size_t)(network->num_gates + network->num_pairs) * sizeof *batch->num_open);
+    if (context->thread == 0)
+        report_gates(context, batch, index);
 }
 
 typedef struct {

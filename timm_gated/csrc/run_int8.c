@@ -86,7 +86,9 @@ static void run_rows(const context_t *context, const conv8_t *conv, int begin, i
     if (!step->by_rows) {
         /* As many positions at a time as fit into the cache. */
         const ptrdiff_t fit = context->plan->network->block_floats / (num_quads(conv->n_in) * POSITIONS + 1);
-        const int chunk = even_part((int)(groups->end - groups->begin), fit < 4 ? 4 : (int)(fit < 1 << 20 ? fit : 1 << 20));
+        const int most = step->is_split ? SPLIT_CHUNK : fit < 4 ? 4 : (int)(fit < 1 << 20 ? fit : 1 << 20);
+        const int chunk = even_part((int)(groups->end - groups->begin), most);
+        const int part = step->is_split ? even_part(product.depth, SPLIT_DEPTH) : product.depth;
         for (int group = (int)groups->begin; group < groups->end; group += chunk) {
             const ptrdiff_t at = (ptrdiff_t)group * POSITIONS;
             const int count = groups->end - group < chunk ? (int)groups->end - group : chunk;
@@ -94,7 +96,13 @@ static void run_rows(const context_t *context, const conv8_t *conv, int begin, i
             product.out = conv->product.out + at;
             product.residual = conv->product.residual ? conv->product.residual + at : NULL;
             product.mask = step->mask + at;
-            kernels->product(&product, begin, end, count);
+            product.first = 0;
+            do { /* at least once: without inputs, outputs are biases */
+                product.depth = least(product.first + part, conv->product.depth);
+                product.is_last = product.depth == conv->product.depth;
+                kernels->product(&product, begin, end, count);
+                product.first += part;
+            } while (!product.is_last);
             product.ahead = NULL;
         }
         return;
@@ -201,6 +209,9 @@ void run_int8_conv(context_t *context, const op_t *op, const step_t *step) {
         .residual_plane = out->plane,
         .zero = op->zero,
         .relu = op->relu,
+        .sums = (int32_t *)own->scratch,
+        .sums_row = SPLIT_CHUNK * POSITIONS,
+        .is_last = 1,
     };
     const share_t share_of = share(context, num_rows, step->by_rows ? out->height : num_groups(out));
     const int32_t **rows = (const int32_t **)own->rows;

@@ -90,16 +90,17 @@ void run_int8_subsample(context_t *context, const op_t *op, const step_t *step) 
 }
 
 /* The ReLU of the shortcut, in the scale of the map that the skipped convolutions would have written: a product of depth
- * 0. The power of two keeps the bits that rounding to an integer would lose. */
+ * 0. The power of two keeps the bits that rounding to an integer would lose. A larger ratio than 256 has the same results:
+ * all values above zero are the largest one. */
 void run_int8_skip(context_t *context, const op_t *op, const step_t *step, const shape_t *out) {
     const shape_t *in = &step->in;
-    const float power = 65536.f;
+    const float power = 16384.f, scales = in->scale / out->scale;
     int32_t bias[QUAD];
     const int32_t *rows[QUAD] = {bias, bias, bias, bias};
     float multiplier[QUAD], ratio[QUAD];
     for (int i = 0; i < QUAD; i++) {
         multiplier[i] = 1.f / power;
-        ratio[i] = in->scale / out->scale * power;
+        ratio[i] = (scales < 256.f ? scales : 256.f) * power;
         bias[i] = -(int32_t)lrintf(ratio[i] * (float)in->zero);
     }
     range_t quads = part(context, num_quads(in->channels));
@@ -108,6 +109,7 @@ void run_int8_skip(context_t *context, const op_t *op, const step_t *step, const
         const product8_t product = {
             .rows = rows,
             .step = 1,
+            .is_last = 1,
             .x = to + out->origin,
             .out = to + out->origin,
             .bias = bias,
@@ -142,7 +144,8 @@ void run_quantize(context_t *context, const op_t *op, const step_t *step) {
     }
 }
 
-/* A linear layer on a single pixel. */
+/* A linear layer on a single pixel. In double, the product is exact: it makes no difference whether it is fused with the
+ * sum. */
 void run_int8_linear(context_t *context, const op_t *op) {
     const int8_kernels_t *kernels = context->plan->network->int8;
     const float *in = context->sample->buffers[op->in];
@@ -162,7 +165,7 @@ void run_int8_linear(context_t *context, const op_t *op) {
         int32_t sum = kernels->dot(x, w, quads);
         for (int quad = 0; quad < quads && op->zero; quad++)
             sum -= kernels->dot(&zeros, w + quad, 1);
-        out[k * PANEL] = (float)sum * op->multiplier[k] + op->bias[k];
+        out[k * PANEL] = (float)((double)(float)sum * (double)op->multiplier[k] + (double)op->bias[k]);
     }
 }
 

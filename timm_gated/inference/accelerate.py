@@ -21,13 +21,13 @@ from torch.overrides import has_torch_function_unary
 
 from ..layers import MacCounter, Macs, ModuleMacs, run_and_report
 from ..utils import check_number
+from .calibration import RANGES, calibration_images, observe_ranges
 from .compiler import Trunk, compile_trunk, find_trunk, is_plain_classifier
 from .cost import ProgramCost, without_data
 from .mixed import quantize_slow_layers
 from .native import NativeRunner, why_not
 from .plan import ExecutionPlan, PlannedLayer
-from .program import ConvOp, Op, Program, check_images
-from .quantize import RANGES, calibrate, calibration_images
+from .program import ConvOp, GateOp, Op, Program, check_images
 from .serialize import Network, load_network, save_network
 from .sliced import SlicedRunner
 
@@ -71,6 +71,8 @@ class Accelerated(nn.Module):
             program = replace(program, ops=program.ops[:-count])
             head = _as_modules(classifier)
         self._cost = ProgramCost(program)
+        gate_ops = sorted((op for op in program.ops if isinstance(op, GateOp)), key=lambda op: op.gate)
+        self._gate_sizes = {op.name: len(op.weight2) for op in gate_ops}
         self.runner: Union[NativeRunner, SlicedRunner] = (
             NativeRunner(program, isa) if backend == 'native' else SlicedRunner(program))
         self.head = head
@@ -180,6 +182,26 @@ class Accelerated(nn.Module):
             cost.network.dense, per_sample, by_module, cost.network.uncounted)
 
     @torch.no_grad()
+    def run_with_decisions(self, x: torch.Tensor) -> Tuple[Any, Dict[str, torch.Tensor]]:
+        """Like `forward`, but also return the channels that each gate leaves open. Thread-safe.
+
+        Args:
+            x: Batch of images.
+
+        Returns:
+            Output, and decisions by name of the gate, [N, channels], bool.
+
+        Example:
+            >>> output, decisions = fast.run_with_decisions(images)
+            >>> decisions['layer1.0.gate1'].float().mean()
+        """
+        check_images(x, self._cost.in_channels)
+        sizes = list(self._gate_sizes.values())
+        is_open = torch.empty(len(x), sum(sizes), dtype=torch.bool, device=x.device)
+        output = self._finish(self.runner(x, is_open=is_open), x.dtype)
+        return output, dict(zip(self._gate_sizes, is_open.split(sizes, dim=1), strict=True))
+
+    @torch.no_grad()
     def plan(self, image: Optional[torch.Tensor] = None, runs: int = 10) -> ExecutionPlan:
         """Time the layers of the network on an image; `print` shows the result as a table.
 
@@ -220,8 +242,9 @@ def accelerate(
     """Create an evaluation-only copy of a network that computes only open filters.
 
     Supported are gated and dense ResNets of this package and of timm (classifiers and features_only backbones), also
-    with groups, SE or ECA attention, and blur or average pooling against aliasing; mmseg's ResNets with `mmseg_plugin`, and modules that contain such networks, for example segmentors. Outputs agree up to
-    rounding, except that rounding may flip a gate whose logit is close to zero. Hooks of the network are not run.
+    with groups, SE or ECA attention, and blur or average pooling against aliasing; mmseg's ResNets with `mmseg_plugin`;
+    and modules that contain such networks, for example segmentors. Outputs agree up to rounding, except that rounding
+    may flip a gate whose logit is close to zero. Hooks of the network are not run.
 
     Args:
         model: Network to accelerate. Gates with a forced mask stay forced.
@@ -248,7 +271,7 @@ def accelerate(
         if precision == 'int8':
             images = calibration_images(calibration)
             first = next(images)
-            ranges = calibrate(network.program, itertools.chain([first], images))
+            ranges = observe_ranges(network.program, itertools.chain([first], images))
             program = quantize_slow_layers(network.program, ranges, calibration_range, first[:1], isa)
             network = replace(network, program=program)
         return Accelerated(network, backend, isa, head)

@@ -9,9 +9,10 @@ from typing import Dict, List, Optional, Set
 
 import torch
 
+from .calibration import Range
 from .native import NativeRunner
 from .program import ConvOp, Program
-from .quantize import Range, quantize, tied_convolutions
+from .quantize import quantize, tied_convolutions
 
 __all__ = ['quantize_slow_layers']
 
@@ -30,7 +31,7 @@ def quantize_slow_layers(
 
     Args:
         program: Program in float32.
-        ranges: Ranges from `calibrate`.
+        ranges: Ranges from `observe_ranges`.
         method: How the range of a map is chosen, see `quantize`.
         image: Batch of one image to time the layers on.
         isa: Instruction set, the fastest available one by default.

@@ -29,7 +29,7 @@ class _Batch(ctypes.Structure):
     """`batch_t` (csrc/network.h)."""
     _fields_ = [
         ('images', c_void_p), ('count', c_int64), ('outputs', POINTER(c_void_p)), ('num_open', c_void_p),
-        ('milliseconds', c_void_p)]
+        ('is_open', c_void_p), ('milliseconds', c_void_p)]
 
 
 # csrc/timm_gated.h and csrc/model.h
@@ -192,6 +192,7 @@ class NativeRunner:
             images: torch.Tensor,
             num_open: Optional[torch.Tensor] = None,
             only_last: bool = False,
+            is_open: Optional[torch.Tensor] = None,
     ) -> List[torch.Tensor]:
         """Run a batch and return the output maps of the program.
 
@@ -199,6 +200,7 @@ class NativeRunner:
             images: Batch of images.
             num_open: Output tensor for the counts of each image, [N, counts], int32.
             only_last: Whether to return the last map alone, in a list.
+            is_open: Output tensor for the decisions, [N, channels of all gates], bool.
         """
         if torch.jit.is_tracing():
             raise ValueError('an accelerated network cannot be traced; trace the original network.')
@@ -209,7 +211,7 @@ class NativeRunner:
         height, width = images.shape[2:]
         if height * width > _MAX_PIXELS:
             raise ValueError(f'the native backend takes images of up to {_MAX_PIXELS} pixels, got {height} x {width}.')
-        results = self._run(_floats(images), num_open, only_last=only_last)
+        results = self._run(_floats(images), num_open, only_last=only_last, is_open=is_open)
         self.last_size = height, width
         return [result.to(images.dtype) for result in results]
 
@@ -219,6 +221,7 @@ class NativeRunner:
             num_open: Optional[torch.Tensor] = None,
             milliseconds: Optional[torch.Tensor] = None,
             only_last: bool = False,
+            is_open: Optional[torch.Tensor] = None,
     ) -> List[torch.Tensor]:
         library, model = _get(), self._model.pointer
         count, _, height, width = images.shape
@@ -232,7 +235,7 @@ class NativeRunner:
             pointers[index] = results[-1].data_ptr()
         batch = _Batch(
             images.data_ptr(), count, pointers,
-            *(None if tensor is None else tensor.data_ptr() for tensor in (num_open, milliseconds)))
+            *(None if tensor is None else tensor.data_ptr() for tensor in (num_open, is_open, milliseconds)))
         _check(None, library.tg_model_run(model, batch, height, width, torch.get_num_threads()) != 0)
         return results
 

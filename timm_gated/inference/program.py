@@ -567,7 +567,7 @@ class _Validator:
         self._check_target(op, op.source)
         skipped: Sequence[Any] = ops[index + 1:index + 1 + op.count]
         for other in skipped:
-            if not isinstance(other, ConvOp):
+            if not isinstance(other, ConvOp) or isinstance(other, Int8LinearOp):
                 self._fail(f'only convolutions can be skipped, got {type(other).__name__}')
             if other.target == op.source:
                 self._fail(f'source {op.source} is overwritten by a skipped convolution')

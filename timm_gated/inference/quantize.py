@@ -1,16 +1,21 @@
 """Quantisation: programs whose convolutions run in int8
 
 Post-training quantisation: weights are int8, symmetric, with one scale per filter; activations are uint8, with one
-scale and zero per map, from the range of its values on calibration images. Batch norm is folded before. Gates and
-classifier stay in float32, on the averages of quantised maps. csrc/int8.h defines the arithmetic.
+scale and zero per map, from the range of its values on calibration images. Batch norm is folded before. Biases are
+corrected such that rounded weights give the same mean output on these images: gates read means. Gates stay in float32,
+on the averages of quantised maps. csrc/int8.h defines the arithmetic.
+
+Paper: bias correction is from Data-Free Quantization Through Weight Equalization and Bias Correction
+(https://arxiv.org/abs/1906.04721), here with the means of calibration images.
 
 Convolutions that the int8 kernels do not support stay in float32, with conversions around them.
 """
 from dataclasses import replace
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
 import torch
 
+from .calibration import IMAGE, RANGES, Range
 from .program import (
     INT8_BIAS,
     INT8_DEPTH,
@@ -32,133 +37,10 @@ from .program import (
     ScaleOp,
     SkipOp,
     SubsampleOp,
-    check_images,
     pads_same,
 )
-from .sliced import SlicedRunner
 
-__all__ = ['RANGES', 'Range', 'calibrate', 'calibration_images', 'quantize', 'tied_convolutions']
-
-RANGES = ('percentile', 'mse', 'max')  # ways to choose the range of a map
-
-_BINS = 2048
-_PERCENTILE = 0.9999
-_IMAGE = -1  # index of the operation that writes map 0
-
-
-class Range:
-    """Histogram of the values of a map, from which a scale and a zero are chosen.
-
-    Values are counted by magnitude, negative and positive ones separately. The bins double in width whenever a value is
-    beyond the last one.
-    """
-
-    def __init__(self) -> None:
-        self.width = 0.  # of a bin
-        self.counts = torch.zeros(2, _BINS, dtype=torch.float64)  # of negative and of positive values
-        self.most = [0., 0.]
-
-    def add(self, values: torch.Tensor) -> None:
-        """Count the values of a map.
-
-        Args:
-            values: Finite values.
-        """
-        low, high = (float(value) for value in values.aminmax())
-        largest = max(-low, high, 0.)
-        self.most = [max(self.most[0], -low), max(self.most[1], high)]
-        if largest == 0:
-            return
-        if self.width == 0:
-            self.width = largest / _BINS
-        while largest > self.width * _BINS:
-            self.counts = torch.cat(
-                [self.counts.view(2, -1, 2).sum(2), torch.zeros(2, _BINS // 2, dtype=torch.float64)], dim=1)
-            self.width *= 2
-        for index, side in enumerate((-values, values)):
-            if self.most[index] > 0:
-                # Zeros and values of the other sign are not counted: they do not decide about a range.
-                histogram = torch.histc(side[side > 0].float(), _BINS, 0, self.width * _BINS)
-                self.counts[index] += histogram.double()
-
-    def choose(self, method: str) -> Tuple[float, int]:
-        """Return a scale and a zero.
-
-        Args:
-            method: One of RANGES.
-        """
-        low, high = (self._limit(index, method) for index in range(2))
-        if method == 'mse':
-            low, high = self._least_squares(low, high)
-        scale = max((low + high) / 255, 1e-12)
-        zero = min(max(round(low / scale), 0), 255)
-        # The rounded zero must not cut off one of the ends.
-        return max(scale, high / (255 - zero) if zero < 255 else 0., low / zero if zero else 0.), zero
-
-    def _limit(self, index: int, method: str) -> float:
-        if method != 'percentile' or not self.counts[index].sum():
-            return self.most[index]
-        share = self.counts[index].cumsum(0) / self.counts[index].sum()
-        return min(self.most[index], (int((share < _PERCENTILE).sum()) + 1) * self.width)
-
-    def _least_squares(self, low: float, high: float) -> Tuple[float, float]:
-        """Limits, in proportion, with the least squared error of rounding and clipping."""
-        centres = (torch.arange(_BINS, dtype=torch.float64) + 0.5) * self.width
-        errors = []
-        shares = torch.linspace(0.3, 1., 71).tolist()
-        for share in shares:
-            step = share * (low + high) / 255
-            rounding = self.counts.sum() * step ** 2 / 12
-            clipped = sum(
-                float((counts * (centres - share * most).clamp(min=0) ** 2).sum())
-                for counts, most in zip(self.counts, (low, high), strict=True))
-            errors.append(float(rounding) + clipped)
-        best = shares[errors.index(min(errors))]
-        return best * low, best * high
-
-
-def calibration_images(calibration: Any) -> Iterator[torch.Tensor]:
-    """Yield the batches of a loader, at least one.
-
-    Args:
-        calibration: Tensor of images, or iterable of batches: tensors, or tuples that begin with one.
-    """
-    is_empty = True
-    for batch in [calibration] if isinstance(calibration, torch.Tensor) else calibration:
-        images = batch[0] if isinstance(batch, (tuple, list)) else batch
-        if len(images):
-            is_empty = False
-            yield images
-    if is_empty:
-        raise ValueError('the calibration data are empty: int8 needs some images, a few hundred for a good range.')
-
-
-def calibrate(program: Program, images: Iterable[torch.Tensor]) -> Dict[int, Range]:
-    """Return the ranges of the values of all maps, by the index of the operation that writes them; -1 is the image.
-
-    Args:
-        program: Program in float32.
-        images: Batches of images.
-    """
-    ranges: Dict[int, Range] = {}
-    runner = SlicedRunner(program)
-    count = 0
-
-    def observe(index: int, values: torch.Tensor) -> None:
-        if values.numel():
-            if not torch.isfinite(values).all():
-                where = 'the image' if index == _IMAGE else f'the output of operation {index} ' \
-                    f"{getattr(program.ops[index], 'name', '')}".rstrip()
-                raise ValueError(f'calibration image {count} has values in {where} that are not finite.')
-            ranges.setdefault(index, Range()).add(values)
-
-    for batch in images:
-        check_images(batch, program.in_channels)
-        for image in batch.float():
-            observe(_IMAGE, image)
-            runner.run_together(image[None], observe)
-            count += 1
-    return ranges
+__all__ = ['quantize', 'tied_convolutions']
 
 
 def quantize(
@@ -173,7 +55,7 @@ def quantize(
 
     Args:
         program: Program in float32.
-        ranges: Ranges from `calibrate`.
+        ranges: Ranges from `observe_ranges`.
         method: How the range of a map is chosen: 'percentile', which ignores the 0.01 % largest values, 'mse', the
             least squared error, or 'max'.
         keep: Indices of convolutions that stay in float32, and all that are tied to them.
@@ -223,7 +105,7 @@ def _gated_writers(program: Program) -> Dict[int, int]:
     gated: Dict[int, int] = {}  # convolution by map
     found: Dict[int, int] = {}
     for index, op in enumerate(program.ops):
-        writer = gated.get(getattr(op, 'source', _IMAGE))
+        writer = gated.get(getattr(op, 'source', IMAGE))
         if writer is not None:
             found[index] = writer
         if hasattr(op, 'target'):
@@ -238,8 +120,8 @@ def _gated_writers(program: Program) -> Dict[int, int]:
 def _float_convolutions(program: Program, kept: Set[int]) -> Set[int]:
     """Indices of the convolutions that stay in float32.
 
-    These are the ones that are not supported, those of single pixels, such as classifiers and attention, those whose
-    gated map is pooled, those that the caller keeps, and those that are tied to one of them.
+    These are the ones that are not supported, those with gated outputs but no ReLU or with pooled ones, those of single
+    pixels, such as classifiers and attention, those that the caller keeps, and those that are tied to one of them.
     """
     kept = set(kept)
     kept.update(
@@ -247,8 +129,10 @@ def _float_convolutions(program: Program, kept: Set[int]) -> Set[int]:
     pixels: Set[int] = set()  # maps of a single pixel
     for index, op in enumerate(program.ops):
         is_pixel = getattr(op, 'source', None) in pixels
-        if isinstance(op, ConvOp) and (not _is_supported(op) or is_pixel):
-            kept.add(index)
+        if isinstance(op, ConvOp):
+            has_any_sign = op.gate_out is not None and not op.relu  # gated maps have a zero of 0
+            if not _is_supported(op) or has_any_sign or is_pixel:
+                kept.add(index)
         if hasattr(op, 'target'):
             is_pixel = is_pixel or (isinstance(op, AdaptivePoolOp) and op.bins == 1)
             (pixels.add if is_pixel else pixels.discard)(op.target)
@@ -278,7 +162,7 @@ class _Rewriter:
         self.ops: List[Op] = []
         self.num_maps = program.num_maps
         self.scales: Dict[int, Tuple[float, int]] = {}  # scale and zero by quantised map
-        self.writers: Dict[int, int] = {0: _IMAGE}
+        self.writers: Dict[int, int] = {0: IMAGE}
         self.copies: Dict[Tuple[int, bool], int] = {}  # maps in the other form
 
     def run(self) -> Program:
@@ -322,7 +206,7 @@ class _Rewriter:
 
     def _channels(self, number: int) -> int:
         writer = self.writers[number]
-        while writer != _IMAGE:
+        while writer != IMAGE:
             op: Any = self.program.ops[writer]
             if isinstance(op, ConvOp):
                 return len(op.weight)
@@ -361,8 +245,10 @@ class _Rewriter:
         return copy
 
     def _conv(self, index: int, op: ConvOp, is_int8: bool) -> None:
+        read = self.ranges.get(self.writers[op.source])
+        means = torch.zeros(op.weight.shape[1], dtype=torch.float64) if read is None else read.means
         if index == self.classifier:
-            self._add(index, _int8_linear(op, *self._choose(self.writers[op.source])))
+            self._add(index, _int8_linear(op, means, *self._choose(self.writers[op.source])))
             return
         if op.gate_in is None:
             op = replace(op, source=self._form(op.source, is_int8))
@@ -375,7 +261,7 @@ class _Rewriter:
         scale, zero = self._choose(index)
         if op.relu:
             zero = 0
-        quantised = _int8_conv(op, self.scales[op.source], shortcut, scale, zero)
+        quantised = _int8_conv(op, means, self.scales[op.source], shortcut, scale, zero)
         self._add(index, quantised, (float(quantised.scale), zero))
 
 
@@ -388,17 +274,25 @@ def _quantize_weight(op: ConvOp, least: float = 1e-30) -> Tuple[torch.Tensor, to
     return (weight / scales[:, None, None, None]).round().to(torch.int8), scales
 
 
-def _int8_linear(op: ConvOp, scale: float, zero: int) -> Int8LinearOp:
-    """Quantise a classifier whose input is quantised with a scale and a zero."""
+def _corrected_bias(op: ConvOp, means: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The bias with which the rounded weights have the mean output of the original ones, up to padding."""
+    errors = op.weight.detach().double() - values * scales[:, None, None, None]
+    return op.bias.detach().double() + errors.sum((2, 3)) @ means
+
+
+def _int8_linear(op: ConvOp, means: torch.Tensor, scale: float, zero: int) -> Int8LinearOp:
+    """Quantise a classifier whose input has these means, and is quantised with a scale and a zero."""
     values, scales = _quantize_weight(op)
     inputs = torch.tensor([scale])
     return Int8LinearOp(
-        source=op.source, target=op.target, weight=values, bias=op.bias.detach().float(), name=op.name,
-        multiplier=(float(inputs) * scales).float(), scale=inputs, zero=zero)
+        source=op.source, target=op.target, weight=values, name=op.name,
+        bias=_corrected_bias(op, means, values, scales).float(), multiplier=(float(inputs) * scales).float(),
+        scale=inputs, zero=zero)
 
 
 def _int8_conv(
         op: ConvOp,
+        means: torch.Tensor,
         source: Tuple[float, int],
         shortcut: Optional[Tuple[float, int]],
         scale: float,
@@ -408,6 +302,7 @@ def _int8_conv(
 
     Args:
         op: Convolution in float32.
+        means: Mean of each input channel.
         source: Scale and zero of the input.
         shortcut: Scale and zero of the shortcut, if there is one.
         scale: Scale of the output. The result has a larger one where a multiplier would be more than 1.
@@ -419,6 +314,7 @@ def _int8_conv(
     shortcut_scale, shortcut_zero = shortcut or (0., 0)
     least = max(scale / INT8_RATIO, bias.abs().max().item() / (INT8_BIAS // 4), shortcut_scale * 2 / INT8_RATIO)
     values, scales = _quantize_weight(op, least / x_scale)
+    bias = _corrected_bias(op, means, values, scales)
     sums = values.long().sum((1, 2, 3))
     scale = max(scale, float((x_scale * scales).max()))
     # A kernel sees the scale as float32.

@@ -261,7 +261,7 @@ class _Reader:
         arguments: Dict[str, Any] = {}
         for field in fields(cls):
             if field.type is torch.Tensor:
-                if field.name != 'ratio' or row[COLUMNS.index('residual')] != -1:
+                if field.name != 'ratio' or arguments['residual'] is not None:
                     dtype = _TYPES.get((cls, field.name), torch.float32)
                     arguments[field.name] = self.tensor(f'{index}.{field.name}', dtype)
             elif field.name == 'sources':

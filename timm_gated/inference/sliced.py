@@ -5,7 +5,7 @@ and only those are convolved.
 """
 from dataclasses import dataclass, fields
 from math import comb
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
@@ -47,6 +47,9 @@ class SlicedRunner(nn.Module):
             raise ValueError(f'a quantised network needs the native backend ({type(unknown[0]).__name__}).')
         self.steps = nn.ModuleList(_STEPS[type(op)](op) for op in program.ops)
         self._counts_pairs = [index for index, op in enumerate(program.ops) if counts_pairs(op)]
+        self._target_gates = _target_gates(program.ops)
+        self._gate_sizes = sizes = {op.gate: len(op.weight2) for op in program.ops if isinstance(op, GateOp)}
+        self._first_channels = {gate: sum(sizes[other] for other in sizes if other < gate) for gate in sizes}
 
     @property
     def program(self) -> Program:
@@ -54,12 +57,18 @@ class SlicedRunner(nn.Module):
         steps: Any = self.steps
         return Program(self._in_channels, [step.op() for step in steps], self._num_maps, self._num_gates)
 
-    def forward(self, images: torch.Tensor, num_open: Optional[torch.Tensor] = None) -> List[torch.Tensor]:
+    def forward(
+            self,
+            images: torch.Tensor,
+            num_open: Optional[torch.Tensor] = None,
+            is_open: Optional[torch.Tensor] = None,
+    ) -> List[torch.Tensor]:
         """Run a batch and return the output maps of the program.
 
         Args:
             images: Batch of images.
             num_open: Output tensor for the counts of each image, [N, counts], int32.
+            is_open: Output tensor for the decisions, [N, channels of all gates], bool.
         """
         check_images(images, self._in_channels)
         if len(images) == 0:
@@ -74,6 +83,10 @@ class SlicedRunner(nn.Module):
                 for place, step in enumerate(self._counts_pairs, self._num_gates):
                     steps: Any = self.steps
                     num_open[index, place] = steps[step].num_pairs(state)
+            if is_open is not None:
+                is_open[index] = False
+                for gate, opened in state.opened.items():
+                    is_open[index, self._first_channels[gate] + opened] = True
         return [torch.cat(maps) for maps in zip(*samples, strict=True)]
 
     def run_together(
@@ -85,8 +98,8 @@ class SlicedRunner(nn.Module):
 
         Args:
             images: Batch of images.
-            observe: Called with the index of each operation that writes a map, and the map. Skipped operations count as
-                one, the last of them.
+            observe: Called with the index of each operation that writes a map, and the map, in which closed channels
+                are zero. Skipped operations count as one, the last of them.
         """
         state = State({0: images}, {}, [])
         steps: Any = self.steps
@@ -96,9 +109,18 @@ class SlicedRunner(nn.Module):
             skipped = step(state) or 0
             index += skipped
             if observe is not None and hasattr(step, 'target') and (skipped or not isinstance(step, _Skip)):
-                observe(index, state.maps[step.target])
+                observe(index, self._with_closed(state, index, step.target))
             index += 1
         return state
+
+    def _with_closed(self, state: 'State', index: int, target: int) -> torch.Tensor:
+        """The map that an operation has written, with all channels."""
+        values, gate = state.maps[target], self._target_gates[index]
+        if gate is None:
+            return values
+        complete = values.new_zeros(len(values), self._gate_sizes[gate], *values.shape[2:])
+        complete[:, state.opened[gate]] = values
+        return complete
 
 
 @dataclass
@@ -107,6 +129,17 @@ class State:
     maps: Dict[int, torch.Tensor]
     opened: Dict[int, torch.Tensor]
     outputs: List[torch.Tensor]
+
+
+def _target_gates(ops: Sequence[Op]) -> List[Optional[int]]:
+    """The gates of the maps that operations write."""
+    by_map: Dict[int, Optional[int]] = {}
+    found: List[Optional[int]] = []
+    for op in ops:
+        found.append(by_map.get(op.source) if isinstance(op, (PoolOp, BlurOp)) else getattr(op, 'gate_out', None))
+        if hasattr(op, 'target'):
+            by_map[op.target] = found[-1]
+    return found
 
 
 class _Step(nn.Module):
