@@ -211,12 +211,12 @@ class Author:
             self.write(between, channels=0)  # may not exist
 
     def operation(self) -> None:
-        operations = [*[self.conv] * 4, self.pool, self.blur]
+        operations = [*[self.conv] * 5, self.pool, self.blur]
         if self.newest() in self.plain_maps():  # otherwise only a convolution or a pooling can read it
-            operations += [self.conv_with_shortcut, self.adaptive_pool, self.concat, self.subsample]
+            operations += [self.conv_with_shortcut, self.adaptive_pool, self.concat, *[self.subsample] * 2]
             operations += [self.attention] * 2
-            operations += [self.gate] * (2 * (NUM_GATES - len(self.gates)))
-            operations += [self.skip] * (12 if self.gates_of(1) else 0)
+            operations += [self.gate] * (3 * (NUM_GATES - len(self.gates)))
+            operations += [self.skip] * (14 if self.gates_of(1) else 0)
         self.draw(st.sampled_from(operations))()
 
     def end(self) -> None:
