@@ -261,15 +261,15 @@ class Int8Author(Author):
             operations = [self.int8_conv] * 4
         if self.newest() in self.quantised_maps():  # otherwise only a convolution can read it
             operations += [self.int8_shortcut] * 3
-            operations += [self.int8_pool, self.dequantize, self.dequantize, self.classifier]
-            operations += [self.int8_subsample] * (self.known(self.newest()).channels % 4 == 0)
+            operations += [self.int8_pool, *[self.dequantize] * 2, *[self.classifier] * 2]
+            operations += [self.int8_subsample] * 3 * (self.known(self.newest()).channels % 4 == 0)
             operations += [self.some_gate] * 2 * (NUM_GATES - len(self.gates))
-            operations += [self.int8_skip] * (6 if self.gates_of(1) else 0)
+            operations += [self.int8_skip] * (12 if self.gates_of(1) else 0)
         elif self.newest() in self.float_maps() and self.zeros:
             operations = [self.quantize] * 3
             operations += [self.float_conv] * 3 + [self.int8_pool, self.int8_subsample]
             operations += [self.some_gate] * (NUM_GATES - len(self.gates))
-            operations += [self.side_by_side] * (len(self.float_maps()) < NUM_MAPS - 1)
+            operations += [self.side_by_side] * (len(self.float_maps()) < 3)
         elif self.zeros:  # the newest map is gated
             operations += [self.int8_shortcut] * 3 * bool(self.quantised_maps())
         self.draw(st.sampled_from(operations))()

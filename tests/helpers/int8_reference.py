@@ -13,6 +13,8 @@ import torch.nn.functional as F
 
 from timm_gated.inference.program import (
     AdaptivePoolOp,
+    BlurOp,
+    ChannelConvOp,
     ConcatOp,
     ConvOp,
     DequantizeOp,
@@ -23,9 +25,11 @@ from timm_gated.inference.program import (
     PoolOp,
     Program,
     QuantizeOp,
+    ScaleOp,
     SkipOp,
     SubsampleOp,
 )
+from timm_gated.inference.sliced import binomial
 
 __all__ = ['Map', 'Result', 'grid_images', 'linear', 'run_reference']
 
@@ -76,9 +80,20 @@ def requantise(sums: np.ndarray, multiplier: np.ndarray, zero: int, relu: bool) 
     return np.clip(rounded + zero, zero if relu else 0, 255)
 
 
+def without_groups(weight: np.ndarray, groups: int) -> np.ndarray:
+    """Weight over all inputs, with zeros for those of other groups."""
+    outputs, inputs = weight.shape[0] // groups, weight.shape[1]
+    complete = np.zeros((len(weight), inputs * groups, *weight.shape[2:]))
+    for group in range(groups):
+        rows = slice(group * outputs, (group + 1) * outputs)
+        complete[rows, group * inputs:(group + 1) * inputs] = weight[rows]
+    return complete
+
+
 def convolve(x: np.ndarray, op: ConvOp, outside: int = 0) -> np.ndarray:
     """Convolution in float64: sums of integers are exact. `outside` is the value of the padding."""
-    weight, sides = op.weight.double().numpy(), ((0, 0), (op.padding, op.padding), (op.padding, op.padding))
+    weight = without_groups(op.weight.double().numpy(), op.groups)
+    sides = ((0, 0), (op.padding, op.padding), (op.padding, op.padding))
     padded = np.pad(x.astype(np.float64), sides, constant_values=outside)
     kernel = weight.shape[2]
     height, width = ((side - op.dilation * (kernel - 1) - 1) // op.stride + 1 for side in padded.shape[1:])
@@ -231,6 +246,24 @@ class _Sample:
             return Map(values[:, None, None], exact=exact)
         return Map(F.adaptive_avg_pool2d(torch.from_numpy(x.values), op.bins).numpy(), exact=False)
 
+    def blur(self, op: BlurOp, x: Map) -> Map:
+        values = np.pad(x.values, ((0, 0), (op.padding,) * 2, (op.padding,) * 2), mode='reflect')
+        weight = binomial(op.kernel)
+        filters = torch.outer(weight, weight).expand(len(values), 1, -1, -1)
+        blurred = F.conv2d(torch.from_numpy(values).double(), filters, stride=op.stride, groups=len(values))
+        return Map(blurred.float().numpy(), exact=False)
+
+    def channel_conv(self, op: ChannelConvOp, x: Map) -> Map:
+        padded = np.pad(x.values[:, 0, 0].astype(np.float64), len(op.weight) // 2)
+        values = np.correlate(padded, op.weight.double().numpy(), 'valid').astype(np.float32)
+        return Map(values[:, None, None], exact=False)
+
+    def scale(self, op: ScaleOp, x: Map) -> Map:
+        values = x.values / (1 + np.exp(-self.maps[op.factors].values))
+        if op.residual is not None:
+            values = values + self.maps[op.residual].values
+        return Map(np.maximum(values, np.float32(0)) if op.relu else values, exact=False)
+
     def concat(self, op: ConcatOp) -> Map:
         maps = [self.maps[source] for source in op.sources]
         size = maps[0].values.shape[1:]
@@ -256,7 +289,8 @@ class _Sample:
 _STEPS: Dict[type, Any] = {
     ConvOp: _Sample.conv, Int8ConvOp: _Sample.int8_conv, Int8LinearOp: _Sample.int8_linear, PoolOp: _Sample.pool,
     AdaptivePoolOp: _Sample.adaptive_pool, SubsampleOp: _Sample.subsample, QuantizeOp: _Sample.quantize,
-    DequantizeOp: _Sample.dequantize}
+    DequantizeOp: _Sample.dequantize, BlurOp: _Sample.blur, ChannelConvOp: _Sample.channel_conv,
+    ScaleOp: _Sample.scale}
 
 
 def run_reference(program: Program, images: torch.Tensor) -> Result:

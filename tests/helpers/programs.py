@@ -1,4 +1,5 @@
 """Hypothesis strategy for programs of `accelerate`, most of them valid"""
+import math
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
@@ -8,22 +9,25 @@ from strategies import seeds
 
 from timm_gated.inference.program import (
     AdaptivePoolOp,
+    BlurOp,
+    ChannelConvOp,
     ConcatOp,
     ConvOp,
     GateOp,
     Op,
     OutputOp,
     PoolOp,
+    ScaleOp,
     SkipOp,
     SubsampleOp,
 )
 
 __all__ = ['programs']
 
-NUM_MAPS, NUM_GATES = 4, 3
+NUM_MAPS, NUM_GATES = 5, 3
 MOST_CHANNELS = 99  # of maps that are read, to limit the time of convolutions
 
-some_channels = st.integers(1, 5)
+some_channels = st.sampled_from([1, 2, 3, 4, 4, 5, 6])
 any_map = st.integers(-1, NUM_MAPS)
 odd = st.sampled_from([-7, -1, 0, 1, 5, 65, 2**20 - 1, 2**20 - 1, 2**20, 2**20, 2**20 + 1, 2**32 + 1])
 
@@ -73,7 +77,7 @@ class Author:
     def source(self, numbers: List[int]) -> int:
         return self.mostly(st.sampled_from([*numbers, *numbers[-1:] * 2]), any_map)
 
-    def target(self, *taken: int) -> int:
+    def target(self, *taken: Optional[int]) -> int:
         return self.mostly(st.sampled_from([number for number in range(1, NUM_MAPS) if number not in taken]), any_map)
 
     def known(self, number: int) -> Map:
@@ -96,9 +100,12 @@ class Author:
         if not keep_size:
             stride, padding = self.mostly(st.integers(1, 2)), self.mostly(st.integers(kernel // 2, 2))
         gate_in = self.mostly(st.just(known.gate), st.sampled_from([None, *self.gates]))
+        common = math.gcd(channels, known.channels)
+        groups = self.mostly(st.sampled_from([1, *(size for size in range(1, common + 1) if common % size == 0)]))
+        inputs = known.channels // groups if 1 <= groups <= known.channels else known.channels
         self.ops.append(ConvOp(
-            source, target, self.weight(channels, known.channels, kernel, kernel), self.weight(channels), stride,
-            dilation, padding, gate_in=gate_in, **kwargs))
+            source, target, self.weight(channels, inputs, kernel, kernel), self.weight(channels), stride, dilation,
+            padding, gate_in=gate_in, groups=groups, **kwargs))
         self.write(target, channels, known.size if keep_size else None, kwargs.get('gate_out'))
 
     def conv(self) -> None:
@@ -127,14 +134,44 @@ class Author:
         self.gates.setdefault(gate, width)
 
     def pool(self) -> None:
-        source = self.source(self.plain_maps())
+        source = self.source(list(self.maps))
         target = self.target(source)
         kernel = self.mostly(st.integers(1, 3))
         padding = self.mostly(st.sampled_from([kernel // 2, kernel // 2, 0]))
         self.ops.append(PoolOp(
             source, target, self.draw(st.booleans()), kernel, self.mostly(st.integers(1, 2)), padding,
             self.draw(st.booleans())))
-        self.write(target, self.known(source).channels)
+        self.write(target, self.known(source).channels, gate=self.known(source).gate)
+
+    def blur(self) -> None:
+        source = self.source(list(self.maps))
+        target = self.target(source)
+        kernel = self.mostly(st.sampled_from([1, 2, 3, 3]))
+        self.ops.append(BlurOp(
+            source, target, kernel, self.mostly(st.integers(1, 3)), self.mostly(st.sampled_from([kernel // 2, 0]))))
+        self.write(target, self.known(source).channels, gate=self.known(source).gate)
+
+    def attention(self) -> None:
+        """Scale a map by factors from its averages."""
+        source = self.source(self.plain_maps())
+        channels, size = self.known(source).channels, self.known(source).size
+        pooled = self.target(source)
+        self.ops.append(AdaptivePoolOp(source, pooled, self.mostly(st.just(1))))
+        self.write(pooled, channels)
+        factors = self.target(source, pooled)
+        if self.draw(st.booleans()):
+            length = self.mostly(st.sampled_from([1, 3, 5]), st.integers(0, 70))
+            self.ops.append(ChannelConvOp(pooled, factors, self.weight(length)))
+        else:
+            self.ops.append(ConvOp(
+                pooled, factors, self.weight(channels, channels, 1, 1), self.weight(channels),
+                relu=self.draw(st.booleans())))
+        self.write(factors, channels)
+        like = [number for number in self.plain_maps() if self.maps[number] == self.known(source)]
+        residual = self.mostly(st.sampled_from([None, *like]), any_map)
+        target = self.target(source, factors, residual)
+        self.ops.append(ScaleOp(source, factors, target, residual, self.draw(st.booleans())))
+        self.write(target, channels, size)
 
     def adaptive_pool(self) -> None:
         source = self.source(self.plain_maps())
@@ -174,11 +211,12 @@ class Author:
             self.write(between, channels=0)  # may not exist
 
     def operation(self) -> None:
-        operations = [self.conv, self.conv, self.conv, self.conv_with_shortcut]
-        if self.newest() in self.plain_maps():  # otherwise only a convolution can read it
-            operations += [self.pool, self.adaptive_pool, self.concat, self.subsample]
-            operations += [self.gate] * (NUM_GATES - len(self.gates))
-            operations += [self.skip] * (6 if self.gates_of(1) else 0)
+        operations = [*[self.conv] * 5, self.pool, self.blur]
+        if self.newest() in self.plain_maps():  # otherwise only a convolution or a pooling can read it
+            operations += [self.conv_with_shortcut, self.adaptive_pool, self.concat, *[self.subsample] * 2]
+            operations += [self.attention] * 2
+            operations += [self.gate] * (3 * (NUM_GATES - len(self.gates)))
+            operations += [self.skip] * (14 if self.gates_of(1) else 0)
         self.draw(st.sampled_from(operations))()
 
     def end(self) -> None:

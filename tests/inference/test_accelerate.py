@@ -116,7 +116,8 @@ def test_segmentor(tmp_path, backbone):
 
 @pytest.mark.parametrize('isa', instruction_sets())
 @pytest.mark.parametrize('name, count, size', [
-    ('gated_resnet50', 5, 64), ('gated_resnet34', 1, 224), ('convnet_aig_resnet34', 5, 64)])
+    ('gated_resnet50', 5, 64), ('gated_resnet34', 1, 224), ('convnet_aig_resnet34', 5, 64),
+    ('seresnext26d_32x4d', 5, 64), ('resnetblur18', 1, 64)])
 def test_threads_give_the_same_result(name, count, size, isa):
     torch.manual_seed(0)
     fast = accelerate(shuffle(timm.create_model(name, **SHALLOW)).eval(), 'native', isa)
@@ -241,12 +242,9 @@ def test_bad_options(kwargs, message):
 
 
 @pytest.mark.parametrize('name, kwargs, culprit', [
-    ('seresnet18', {}, 'SEModule'),
     ('legacy_seresnet18', dict(features_only=True), 'SEResNetBlock'),
     ('skresnet18', {}, 'SelectiveKernelBasic'),
     ('resnext26ts', {}, 'ByobNet'),
-    ('resnext50_32x4d', {}, 'groups=32'),
-    ('resnetblur18', {}, 'BlurPool2d'),
     ('gated_resnet18', dict(act_layer='gelu'), 'GELU'),
     ('gated_resnet18', dict(norm_layer='groupnorm'), 'GroupNorm'),
     ('vit_tiny_patch16_224', {}, 'VisionTransformer'),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from _bench_networks import find_network
 from forked import run_script
 from PIL import Image
 from small_analysis import write_images
@@ -25,6 +26,19 @@ def peaks(monkeypatch):
     """Known peaks, so that shares of the peak can be computed by hand. Nothing is limited in this process."""
     monkeypatch.setenv('ONEDNN_MAX_CPU_ISA', 'ALL')
     monkeypatch.setattr(native, 'fma_peak', PEAKS.__getitem__, raising=False)
+
+
+@pytest.mark.parametrize('name, dense_name', [
+    (name, dense_name) for name, dense_name in (
+        ('gated_resnet50', 'resnet50'), ('gated_resnet20.bas_c10', 'cifar_resnet20'),
+        ('gated_resnet20_w10', 'cifar_resnet20_w10'), ('gated_resnet50d', 'resnet50d'),
+        ('gated_resnext50_32x4d', 'resnext50_32x4d')) if name.split('.')[0] in timm.list_models('gated_*')])
+def test_dense_counterparts(name, dense_name):
+    network = find_network(name)
+    assert network.dense_name == dense_name
+    with torch.device('meta'):
+        dense = network.dense()
+    assert dense.num_classes == timm.create_model(name, device='meta').num_classes
 
 
 def read_results(output: Path) -> dict:

@@ -24,7 +24,18 @@ from mutations import mutate
 from paths import ROOT
 from programs import programs
 from safetensors.torch import load as load_tensors
-from saved_networks import NET, NETWORKS, SHALLOW, change_integers, file_of, make, quantised, segmentor
+from saved_networks import (
+    NET,
+    NETWORKS,
+    SHALLOW,
+    change_integers,
+    file_of,
+    make,
+    quantised,
+    save_kind,
+    segmentor,
+    version_1,
+)
 from strategies import examples
 
 from timm_gated import accelerate, load_accelerated
@@ -141,15 +152,23 @@ def mutations(data: bytes, count: int) -> List[Tuple[bool, bytes]]:
         (True, change_integers(random.Random(index), data)) for index in range(count)]
 
 
-@pytest.mark.parametrize('precision', ['float32', 'int8'])
-def test_mutations(precision, run_model, tmp_path):
+def test_files_of_version_1(run_model, tmp_path):
+    paths = [tmp_path / 'new.tgn', tmp_path / 'old.tgn']
+    accelerate(make(**NET)).save(paths[0])
+    paths[1].write_bytes(file_of(version_1(load_tensors(paths[0].read_bytes()))))
+    assert run(run_model, paths, size=(8, 8)) == ['ok', 'ok']
+    assert torch.equal(*map(outputs, paths))
+
+
+@pytest.mark.parametrize('network, count', [('classifier', 1000), ('int8', 1000), ('family', 400)])
+def test_mutations(run_model, network, count, tmp_path):
     """Damaged files are an error, or the same network. Hostile files are an error, or some network."""
     path = tmp_path / 'model.tgn'
-    (quantised(**NET) if precision == 'int8' else accelerate(make(**NET))).save(path)
+    save_kind(network, path)
     assert run(run_model, [path], size=(8, 8)) == ['ok']
     expected = outputs(path)
     outcomes: Counter = Counter()
-    for start in range(0, 1000 * TIMES, 100):
+    for start in range(0, count * TIMES, 100):
         changed = mutations(path.read_bytes(), start + 100)[start:]
         paths = [tmp_path / str(index) for index in range(100)]
         for other, (_, data) in zip(paths, changed, strict=True):
@@ -161,7 +180,7 @@ def test_mutations(precision, run_model, tmp_path):
                 same = torch.equal(outputs(other), expected)
                 assert line == 'ok' and (same or is_hostile), line
                 outcomes['same' if same else 'other'] += 1
-    assert outcomes['refused'] > 0.6 * 1000 * TIMES and outcomes['same'] and outcomes['other'], outcomes
+    assert outcomes['refused'] > 0.6 * count * TIMES and outcomes['same'] and outcomes['other'], outcomes
 
 
 @pytest.mark.skipif(bool(EMULATOR), reason='sanitizers do not run in an emulator')

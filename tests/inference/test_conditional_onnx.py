@@ -24,6 +24,7 @@ from mmengine.registry import DefaultScope
 from mmseg.registry import MODELS
 from nets import TINY, shuffle
 from programs import programs
+from saved_networks import family_program
 from strategies import decisions, examples, forced_masks, in_channels, networks, seeds
 
 from mmseg_plugin import GatedResNetV1c
@@ -33,12 +34,14 @@ from timm_gated.inference.conditional_onnx import write_program
 from timm_gated.inference.cost import output_shape
 from timm_gated.inference.export import export_onnx, onnx_difference
 from timm_gated.inference.program import (
+    BlurOp,
     ConcatOp,
     ConvOp,
     GateOp,
     OutputOp,
     PoolOp,
     Program,
+    ScaleOp,
     SkipOp,
     SubsampleOp,
 )
@@ -80,6 +83,9 @@ NETWORKS = {
     'dgnet': lambda: create('dgnet_resnet50'),
     'skips': lambda: create('convnet_aig_resnet20', layers=(2, 1, 1)),
     'skips of bottlenecks': lambda: create('convnet_aig_resnet50'),
+    'groups': lambda: create('seresnext26d_32x4d', layers=(1, 1, 1, 1), channels=(16, 16, 32, 32)),
+    'channel attention': lambda: create('ecaresnet26t', layers=(1, 1, 1, 1), channels=(16, 16, 32, 32)),
+    'blur pooling': lambda: create('resnetblur18', layers=(1, 1, 1, 1), channels=(16, 16, 32, 32)),
     'dense': lambda: create('resnet18', channels=(8, 8, 16, 16)),
     'no classes': lambda: create('gated_resnet20', num_classes=0),
     'features': lambda: create('gated_resnet18', features_only=True),
@@ -198,9 +204,25 @@ def map_shapes(program: Program, height: int, width: int) -> Optional[List[Tuple
         shapes[op.target] = output_shape(op, *(shapes[source] for source in sources))
         written.append(shapes[op.target])
         residual = getattr(op, 'residual', None)
+        if isinstance(op, BlurOp) and op.padding >= min(shapes[op.source][1:]):
+            return None
         if min(written[-1]) < 1 or (residual is not None and shapes[residual] != written[-1]):
             return None
     return written
+
+
+@pytest.mark.parametrize('name', sorted({
+    'gated_resnext50_32x4d', 'gated_resnetblur18', 'gated_resnetaa34d', 'gated_seresnet18'} & set(timm.list_models())))
+@pytest.mark.parametrize('masks', [None, 'closed'], ids=str)
+def test_gated_variants(name, masks, tmp_path):
+    model, x = create(name, layers=(1, 1, 1, 1), channels=(16, 16, 32, 32)), images(3, 32, 48)
+    with force_gates(model, masks) if masks else nullcontext():
+        path = export_onnx(model, tmp_path / 'net.onnx', x.shape[1:], conditional=True)
+        assert onnx_difference(path, model, x) < 1e-4
+
+
+def test_family_program():
+    check_program(family_program(), images(3, 9, 12, 3))
 
 
 def test_random_programs():
@@ -225,7 +247,8 @@ def test_random_programs():
         check_program(program, x)
 
     run()
-    assert seen['all'] >= 60 and all(seen[kind] >= 10 for kind in (ConcatOp, PoolOp, SkipOp, SubsampleOp)), seen
+    assert seen['all'] >= 60 and all(
+        seen[kind] >= 10 for kind in (BlurOp, ConcatOp, PoolOp, ScaleOp, SkipOp, SubsampleOp)), seen
 
 
 def gated_program(data: st.DataObject, channels: int, inner: List[int], kernel: int, seed: int, **last: int) -> Program:
@@ -245,6 +268,29 @@ def gated_program(data: st.DataObject, channels: int, inner: List[int], kernel: 
         conv(1, inner[1], inner[0], 3, padding=1, relu=True, gate_in=0, gate_out=1),
         conv(2, channels, inner[1], kernel, relu=True, gate_in=1, **last),
         OutputOp(3)], num_maps=4, num_gates=2)
+
+
+@examples(40)
+@given(data=st.data(), groups=st.integers(2, 5), sides=st.sampled_from([(True, True), (True, False), (False, True)]),
+       stride=st.integers(1, 2), seed=seeds)
+def test_gated_groups(data, groups, sides, stride, seed):
+    generator = torch.Generator().manual_seed(seed)
+    inner, outer = (groups * data.draw(st.integers(1, 4)) for _ in range(2))
+    gate_in, gate_out = (number if is_gated else None for number, is_gated in enumerate(sides))
+    masks = [data.draw(decisions(width)) for width in (inner, outer)]
+
+    def weights(*shape: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(*shape, generator=generator) / 4, torch.randn(shape[0], generator=generator)
+
+    check_program(Program(3, [
+        *(GateOp(0, number, torch.zeros(4, 3), torch.zeros(4), torch.zeros(len(mask), 4), mask - 0.5)
+          for number, mask in enumerate(masks)),
+        ConvOp(0, 1, *weights(inner, 3, 1, 1), gate_out=gate_in),
+        ConvOp(1, 2, *weights(outer, inner // groups, 3, 3), stride=stride, padding=1, relu=True, gate_in=gate_in,
+               gate_out=gate_out, groups=groups),
+        BlurOp(2, 1, 3, 1, 1), PoolOp(1, 2, True, 2, 1, 1, False),
+        ConvOp(2, 1, *weights(5, outer, 1, 1), gate_in=gate_out), OutputOp(1)], num_maps=3, num_gates=2),
+        images(3, 9, 7, 2))
 
 
 @examples(100)
@@ -277,7 +323,7 @@ def test_images_of_another_size_are_refused(tmp_path):
 
 
 def with_attention() -> nn.Module:
-    return timm.create_model('resnet18', block_args=dict(attn_layer='se'))
+    return timm.create_model('resnet18', block_args=dict(attn_layer='gc'))
 
 
 @pytest.mark.parametrize('make, kwargs, message', [
@@ -288,7 +334,7 @@ def with_attention() -> nn.Module:
     (lambda: create('gated_resnet20').double(), {}, 'has torch.float64. Export model.float()'),
     (lambda: create('fbs_resnet20'), {}, 'conditional=True: .* cannot be accelerated.* with conditional=False'),
     (lambda: create('skipnet_resnet38'), {}, 'conditional=True: .* cannot be accelerated.* with conditional=False'),
-    (with_attention, {}, 'conditional=True: SEModule.* cannot be accelerated.* with conditional=False'),
+    (with_attention, {}, 'conditional=True: GlobalContext.* cannot be accelerated.* with conditional=False'),
     (lambda: create('gated_resnet20', global_pool='max'), {}, 'CifarResNet with .*pool_type=max.* exported'),
     (lambda: nn.Conv2d(3, 3, 1), {}, 'Conv2d cannot be exported. Supported: ResNets of timm'),
     (lambda: segmentor('FCNHead', act_cfg=dict(type='GELU')), {}, 'GatedEncoderDecoder cannot be exported.*FCNHead'),

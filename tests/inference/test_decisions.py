@@ -128,8 +128,8 @@ def test_gates_within_rounding_of_zero():
 
 @native
 @pytest.mark.parametrize('part, defect, message', [
-    ('_gate', lambda gate: gate.bias2.add_(0.05), 'a decision differs by more than rounding'),
-    ('_conv', lambda conv: conv.weight[0].mul_(1.01), 'not close')])
+    ('gate_op', lambda gate: gate.bias2.add_(0.05), 'a decision differs by more than rounding'),
+    ('conv_op', lambda conv: conv.weight[0].mul_(1.01), 'not close')])
 def test_a_defect(part, defect, message, monkeypatch):
     """Wrong decisions and wrong weights are detected."""
     model, x = small_network()

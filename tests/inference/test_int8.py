@@ -81,7 +81,7 @@ REFUSED = 'are too small|are too large|a shortcut of|out of memory'
 def test_random_programs():
     seen: Counter = Counter()
 
-    @examples(120)
+    @examples(200)
     @given(arguments=int8_programs(), height=st.integers(1, 20), width=st.integers(1, 20),
            count=st.integers(1, 3), threads=threads_of_calls, seed=seeds)
     def run_program(arguments, height, width, count, threads, seed):

@@ -10,17 +10,21 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from programs import programs
 from strategies import decisions, examples, seeds
+from timm.layers import BlurPool2d
 
 from timm_gated import instruction_sets
 from timm_gated.inference.native import NativeRunner
 from timm_gated.inference.program import (
     AdaptivePoolOp,
+    BlurOp,
+    ChannelConvOp,
     ConcatOp,
     ConvOp,
     GateOp,
     OutputOp,
     PoolOp,
     Program,
+    ScaleOp,
     SkipOp,
     SubsampleOp,
 )
@@ -36,7 +40,10 @@ def all_runners(program: Program) -> list:
 def run_everywhere(program: Program, x: torch.Tensor, expected: torch.Tensor, threads: int = 1) -> None:
     scale = expected.nan_to_num().abs().max().clamp(min=1)
     opened = [SlicedRunner(program).run_together(image[None]).opened for image in x]
-    num_open = torch.zeros(len(x), program.num_gates, dtype=torch.int32)
+    num_open, num_sliced = torch.zeros(2, len(x), program.num_counts, dtype=torch.int32)
+    SlicedRunner(program)(x, num_sliced)
+    num_pairs = slice(program.num_gates, None)
+    skips = any(isinstance(op, SkipOp) for op in program.ops)  # skipped pairs are not counted
     for runner in all_runners(program):
         torch.set_num_threads(threads)
         try:
@@ -45,6 +52,7 @@ def run_everywhere(program: Program, x: torch.Tensor, expected: torch.Tensor, th
             torch.set_num_threads(1)
         for found, gates in zip(num_open, opened, strict=True):
             assert {gate: int(found[gate]) for gate in gates} == {gate: len(kept) for gate, kept in gates.items()}
+        assert skips or torch.equal(num_open[:, num_pairs], num_sliced[:, num_pairs])
         torch.testing.assert_close(
             actual / scale, expected / scale, atol=2e-5, rtol=0, equal_nan=True,
             msg=lambda text, runner=runner: f'{getattr(runner, "isa", "torch")}: {text}')
@@ -114,6 +122,95 @@ def test_gated_convolutions(data, height, width, kernel, stride, dilation, relu,
     y = F.conv2d(y, *second, padding=1).relu() * mask2[..., None, None]
     y = F.conv2d(y, *third, padding=1) + F.conv2d(x, *shortcut, **window)
     run_everywhere(program, x, y.relu() if relu else y, threads)
+
+
+@examples(80)
+@given(data=st.data(), height=sizes, width=sizes, groups=st.sampled_from([2, 3, 8, 32]),
+       kernel=st.sampled_from([1, 2, 3, 3, 3, 5]), stride=st.integers(1, 3), dilation=st.integers(1, 2),
+       relu=st.booleans(), seed=seeds, count=st.integers(1, 3), threads=st.sampled_from([1, 1, 2, 3]))
+def test_grouped_convolutions(data, height, width, groups, kernel, stride, dilation, relu, seed, count, threads):
+    """Gated on both sides, with gated inputs and a shortcut, with gated outputs, and without gates."""
+    torch.manual_seed(seed)
+    padding = data.draw(st.integers(0, kernel))
+    if min(height, width) + 2 * padding < dilation * (kernel - 1) + 1:
+        padding = dilation * kernel
+    channels, inner, outer = (groups * data.draw(st.integers(1, max(1, 24 // groups))) for _ in range(3))
+    mask1, mask2 = data.draw(decisions(count, inner)), data.draw(decisions(count, outer))
+    x = numbered_images(count, channels, height, width)
+
+    def weights(out: int, into: int, side: int = 3) -> tuple:
+        return torch.randn(out, into // groups, side, side) / (into * side * side) ** 0.5, torch.randn(out)
+
+    first, second, third, shortcut = (
+        weights(inner, channels), weights(outer, inner, kernel), weights(inner, outer),
+        weights(inner, channels, kernel))
+    window = dict(stride=stride, dilation=dilation, padding=padding, groups=groups)
+    program = Program(channels, [
+        deciding_gate(0, channels, mask1),
+        deciding_gate(1, channels, mask2),
+        ConvOp(0, 4, *shortcut, **window),
+        ConvOp(0, 1, *first, padding=1, relu=relu, gate_out=0, groups=groups),
+        ConvOp(1, 2, *second, **window, relu=True, gate_in=0, gate_out=1),
+        ConvOp(2, 3, *third, padding=1, relu=relu, residual=4, gate_in=1, groups=groups),
+        OutputOp(3)], num_maps=5, num_gates=2)
+    y = F.conv2d(x, *first, padding=1, groups=groups)
+    y = (y.relu() if relu else y) * mask1[..., None, None]
+    y = F.conv2d(y, *second, **window).relu() * mask2[..., None, None]
+    y = F.conv2d(y, *third, padding=1, groups=groups) + F.conv2d(x, *shortcut, **window)
+    run_everywhere(program, x, y.relu() if relu else y, threads)
+    counts = torch.zeros(count, 3, dtype=torch.int32)
+    NativeRunner(program)(x, counts)
+    by_group = [mask.unflatten(1, (groups, -1)).sum(2) for mask in (mask1, mask2)]
+    assert torch.equal(counts[:, 2], (by_group[0] * by_group[1]).sum(1).int())
+
+
+@examples(40)
+@given(data=st.data(), height=sizes, width=sizes, kernel=st.integers(1, 5), stride=st.integers(1, 3), seed=seeds,
+       threads=st.sampled_from([1, 1, 2]))
+def test_blur_pooling(data, height, width, kernel, stride, seed, threads):
+    """Under a gate, by the filter of timm; then averages and the largest values under the same gate."""
+    torch.manual_seed(seed)
+    padding = data.draw(st.integers(0, min(kernel, height - 1, width - 1)))
+    if min(height, width) + 2 * padding < kernel:
+        height, width = height + kernel, width + kernel
+    mask = data.draw(decisions(2, 11))
+    x, last = numbered_images(2, 5, height, width), (torch.randn(3, 11, 1, 1), torch.randn(3))
+    first = torch.randn(11, 5, 1, 1), torch.randn(11)
+    program = Program(5, [
+        deciding_gate(0, 5, mask), ConvOp(0, 1, *first, gate_out=0), BlurOp(1, 2, kernel, stride, padding),
+        PoolOp(2, 1, True, 3, 1, 1, False), PoolOp(1, 2, False, 2, 1, 1, True), ConvOp(2, 1, *last, gate_in=0),
+        OutputOp(1)], num_maps=3, num_gates=1)
+    y = F.conv2d(x, *first)
+    if kernel > 1:
+        blur = BlurPool2d(11, kernel, stride)
+        blur.padding = [padding] * 4
+        y = blur(y)
+    else:
+        y = F.pad(y, [padding] * 4, mode='reflect')[:, :, ::stride, ::stride]
+    y = F.avg_pool2d(y, 3, 1, 1, count_include_pad=False)
+    y = F.max_pool2d(y, 2, 1, 1, ceil_mode=True)
+    run_everywhere(program, x, F.conv2d(y * mask[..., None, None], *last), threads)
+
+
+@examples(30)
+@given(height=sizes, width=sizes, channels=st.integers(1, 70), length=st.sampled_from([1, 3, 5, 9]), seed=seeds,
+       relu=st.booleans(), residual=st.booleans(), threads=st.sampled_from([1, 1, 2]))
+def test_attention(height, width, channels, length, seed, relu, residual, threads):
+    """Factors from a convolution over channels, then from a linear layer."""
+    torch.manual_seed(seed)
+    x, kernel = torch.randn(2, channels, height, width), torch.randn(length)
+    weight, bias = torch.randn(channels, channels, 1, 1) / channels ** 0.5, torch.randn(channels)
+    shortcut = 0 if residual else None
+    program = Program(channels, [
+        AdaptivePoolOp(0, 1, 1), ChannelConvOp(1, 2, kernel), ScaleOp(0, 2, 3, shortcut, relu),
+        AdaptivePoolOp(3, 1, 1), ConvOp(1, 2, weight, bias), ScaleOp(3, 2, 4, shortcut, relu), OutputOp(4)], num_maps=5)
+
+    def scaled(y: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        y = y * factors.view(2, channels, 1, 1).sigmoid() + (x if residual else 0)
+        return y.relu() if relu else y
+
+    y = scaled(x, F.conv1d(x.mean((2, 3))[:, None], kernel[None, None], padding=length // 2))
+    run_everywhere(program, x, scaled(y, F.linear(y.mean((2, 3)), weight[:, :, 0, 0], bias)), threads)
 
 
 @examples(60)
@@ -210,6 +307,25 @@ UNSAFE = [
     ([conv(0, 9)], 'target must be an integer between 1 and 2, got 9'),
     ([conv(0, 1), conv(0, 1, residual=1)], 'target 1 is also read'),
     ([conv(0, 1, residual=9)], 'residual must be an integer between 0 and 2, got 9'),
+    ([ConvOp(0, 1, torch.zeros(2, 3, 1, 1), torch.zeros(2), groups=2)], 'source 0 has 3 channels, the weight has 6'),
+    ([ConvOp(0, 1, torch.zeros(2, 1, 1, 1), torch.zeros(2), groups=3)], '2 output channels cannot be split into 3'),
+    ([conv(0, 1, groups=0)], 'groups must be an integer between 1 and 1048576, got 0'),
+    ([conv(0, 1, groups=2**20)], '3 output channels cannot be split into 1048576 groups'),
+    ([BlurOp(0, 1, 65, 1, 0)], 'BlurOp: kernel must be an integer between 1 and 64, got 65'),
+    ([BlurOp(0, 1, 3, 1, 4)], 'BlurOp: padding must be an integer between 0 and 3, got 4'),
+    ([gate(3), conv(0, 1, gate_out=0), BlurOp(1, 2, 3, 1, 1), OutputOp(2)], 'written under gate 0'),
+    ([gate(3), conv(0, 1, gate_out=0), PoolOp(1, 2, True, 3, 1, 1, False), OutputOp(2)], 'written under gate 0'),
+    ([ChannelConvOp(0, 1, torch.zeros(3))], 'source 0 must be a map of one pixel'),
+    ([ChannelConvOp(0, 1, torch.zeros(2))], r'weight must have an odd length of at most 64, got \(2,\)'),
+    ([ScaleOp(0, 0, 1)], 'factors 0 must be a map of one pixel'),
+    ([ScaleOp(0, 1, 2)], 'factors 1 is read before it is written'),
+    ([AdaptivePoolOp(0, 1, 1), ScaleOp(0, 9, 2)], 'factors must be an integer between 0 and 2, got 9'),
+    ([AdaptivePoolOp(0, 1, 1), ScaleOp(0, 1, 1)], 'target 1 is also read'),
+    ([AdaptivePoolOp(0, 1, 2), ScaleOp(0, 1, 2)], 'factors 1 must be a map of one pixel'),
+    ([AdaptivePoolOp(0, 1, 1), SubsampleOp(1, 2, 1, 1, 0), ScaleOp(0, 2, 1)], 'factors 2 has 4 channels, .* has 3'),
+    ([AdaptivePoolOp(0, 1, 1), ScaleOp(0, 1, 2, residual=9)], 'residual must be an integer between 0 and 2, got 9'),
+    ([gate(3), AdaptivePoolOp(0, 1, 1), conv(1, 2, gate_out=0), ScaleOp(0, 2, 1)], 'written under gate 0'),
+    ([gate(1), SkipOp(0, 1, 0, 1), ScaleOp(0, 2, 1, 0, True)], 'only convolutions can be skipped, got ScaleOp'),
     ([conv(0, 1, gate_out=0)], 'gate_out 0 is used before it is defined'),
     ([conv(0, 1, gate_out=5)], 'gate_out must be an integer between 0 and 0, got 5'),
     ([gate(2), conv(0, 1, gate_out=0)], 'operation 1, ConvOp: gate_out 0 has 2 channels, the convolution has 3'),
@@ -293,6 +409,8 @@ def test_kernels_guard_memory(ops):
     (ConvOp(0, 1, torch.zeros(2, 3, 9, 9), torch.zeros(2)), 'images of 8 x 8 are too small'),
     (conv(0, 1, stride=2, residual=0), 'a shortcut of 3 x 8 x 8'),
     (conv(0, 1, padding=2**13), 'images of 8 x 8 are too large'),
+    (ConvOp(0, 1, torch.zeros(3, 1, 9, 9), torch.zeros(3), groups=3), 'images of 8 x 8 are too small'),
+    (BlurOp(0, 1, 9, 1, 8), 'images of 8 x 8 are too small'),
 ])
 def test_images_that_do_not_fit_the_program(op, message):
     with pytest.raises(ValueError, match=message):
@@ -303,6 +421,9 @@ def test_images_that_do_not_fit_the_program(op, message):
     # One padded map: more than 2^64 bytes
     [SubsampleOp(0, 1, 1, 2**20 - 1, 0), constant_gate(0, 1, torch.ones(1)),
      ConvOp(1, 2, torch.zeros(1, 2**20, 3, 3), torch.zeros(1), dilation=2**20 - 1, padding=2**20 - 1, gate_out=0)],
+    # The padded maps of a group
+    [SubsampleOp(0, 1, 1, 2**20 - 1, 0),
+     ConvOp(1, 2, torch.zeros(2, 2**19, 3, 3), torch.zeros(2), dilation=2**20 - 1, padding=2**20 - 1, groups=2)],
     # One map
     [constant_gate(0, 1, torch.ones(2**20)),
      ConvOp(0, 1, torch.zeros(2**20, 1, 1, 1), torch.zeros(2**20), padding=4000, gate_out=0)],
@@ -327,6 +448,9 @@ FEATURES: dict = {
     'concat': lambda op: isinstance(op, ConcatOp),
     'subsample': lambda op: isinstance(op, SubsampleOp),
     'skip': lambda op: isinstance(op, SkipOp),
+    'groups': lambda op: isinstance(op, ConvOp) and op.groups > 1,
+    'blur': lambda op: isinstance(op, BlurOp),
+    'attention': lambda op: isinstance(op, ScaleOp),
 }
 
 
@@ -334,7 +458,7 @@ def test_random_programs_run_or_are_refused():
     seen: Counter = Counter()
 
     @examples(300)
-    @given(arguments=programs(), height=st.integers(1, 12), width=st.integers(1, 12),
+    @given(arguments=programs(), height=st.integers(1, 16), width=st.integers(1, 16),
            threads=st.sampled_from([1, 1, 2]))
     def run(arguments, height, width, threads):
         seen['all'] += 1
@@ -358,4 +482,4 @@ def test_random_programs_run_or_are_refused():
     run()
     # Most programs run, some are refused, and the operations that are hard to run are frequent.
     assert 0.6 <= seen['runs'] / seen['all'] <= 0.9, seen
-    assert all(seen[name] >= 0.15 * seen['runs'] for name in FEATURES), seen
+    assert all(seen[name] >= 0.1 * seen['runs'] for name in FEATURES), seen

@@ -22,7 +22,18 @@ from mutations import mutate
 from programs import programs
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
-from saved_networks import NET, NETWORKS, SHALLOW, change_integers, file_of, make, quantised, segmentor
+from saved_networks import (
+    NET,
+    NETWORKS,
+    SHALLOW,
+    change_integers,
+    file_of,
+    make,
+    quantised,
+    save_kind,
+    segmentor,
+    version_1,
+)
 from strategies import examples
 
 from timm_gated import accelerate, load_accelerated
@@ -112,6 +123,15 @@ def test_random_programs(arguments):
         except (ValueError, MemoryError, RuntimeError):  # the images are too small for the program, or too large
             return
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(runner(again)(x), maps, strict=True))
+
+
+@both
+@pytest.mark.parametrize('name, kwargs', [('gated_resnet20', {}), ('convnet_aig_resnet18', SHALLOW)])
+def test_files_of_version_1(name, kwargs, tmp_path, backend):
+    fast, path = accelerate(make(name, **kwargs), backend), tmp_path / 'model.tgn'
+    fast.save(path)
+    path.write_bytes(file_of(version_1(load_tensors(path.read_bytes()))))
+    assert_same(load_accelerated(path, backend), fast, images(2, 32, 32))
 
 
 def run(fast: Any, x: torch.Tensor) -> Any:
@@ -222,7 +242,8 @@ def set_network(index: int, value: int) -> Any:
 
 
 @pytest.mark.parametrize('change, message', [
-    (set_network(0, 2), r'the version of the format must be 1, got \[2\]'),
+    (set_network(0, 3), r'the version of the format must be 1 or 2, got \[3\]'),
+    (set_network(0, 1), r'operations must have the shape \[rows, 20\], got \(\d+, 23\)'),
     (set_network(1, 4), 'operation 0, ConvOp: source 0 has 4 channels, the weight has 3'),
     (set_network(2, 2**20 + 1), 'num_maps must be an integer between 1 and 1048576, got 1048577'),
     (set_network(3, -1), 'num_gates must be an integer between 0'),
@@ -231,15 +252,15 @@ def set_network(index: int, value: int) -> Any:
     (set_network(5, 4), 'the form of the output must be between 0 and 3, got 4'),
     (set_network(5, 3), 'the keys of 1 outputs'),
     (set_network(5, 0), 'a classifier needs features that are a single map'),
-    (set_column('kind', 12), 'operation 0: kind must be between 0 and 11, got 12'),
+    (set_column('kind', 15), 'operation 0: kind must be between 0 and 14, got 15'),
     (set_column('source', -2**63), 'operation 0, ConvOp: source must be an integer between 0'),
     (set_column('source', 3), 'operation 0, ConvOp: source 3 is read before it is written'),
     (set_column('relu', 2), 'operation 0, ConvOp: options must be 0 or 1, got 2'),
     (set_column('macs', 2**62), 'macs must be an integer between 0'),
-    (lambda tensors, text: tensors['operations'][0].__setitem__(-1, 5), "must be -1: {'zero': 5}"),
-    (lambda tensors, text: tensors.update(operations=tensors['operations'][:, 1:].clone()), r'the shape \[rows, 21\]'),
+    (lambda tensors, text: tensors['operations'][0].__setitem__(-1, 5), "must be -1: {'factors': 5}"),
+    (lambda tensors, text: tensors.update(operations=tensors['operations'][:, 1:].clone()), r'the shape \[rows, 23\]'),
     (lambda tensors, text: tensors.update(operations=tensors['operations'].int()), 'operations must be torch.int64'),
-    (lambda tensors, text: tensors.update(network=torch.zeros(0, dtype=torch.int64)), r'must be 1, got \[\]'),
+    (lambda tensors, text: tensors.update(network=torch.zeros(0, dtype=torch.int64)), r'must be 1 or 2, got \[\]'),
     (lambda tensors, text: tensors.update(network=tensors['network'][:5].clone()), 'must have 6 values, got 5'),
     (lambda tensors, text: tensors.pop('network'), 'network is missing'),
     (lambda tensors, text: tensors.pop('0.bias'), '0.bias is missing'),
@@ -269,6 +290,9 @@ def set_value(name: str, value: float) -> Any:
     return change
 
 
+ZERO = COLUMNS.index('zero')
+
+
 @pytest.mark.parametrize('change, message', [
     (set_value('weight', 64), 'Int8ConvOp: weight must be between -63 and 63'),
     (set_value('bias', 2**30), 'Int8ConvOp: bias must be between'),
@@ -278,8 +302,8 @@ def set_value(name: str, value: float) -> Any:
     (lambda tensors: tensors.update({'1.bias': tensors['1.bias'].float()}), '1.bias must be torch.int32'),
     (lambda tensors: tensors.update({'1.ratio': torch.ones(16)}), "'1.ratio' is not part of the network"),
     (lambda tensors: tensors.pop('1.multiplier'), '1.multiplier is missing'),
-    (lambda tensors: tensors['operations'][0].__setitem__(-1, 256), 'zero must be an integer between 0 and 255'),
-    (lambda tensors: tensors['operations'][1].__setitem__(-1, -1), 'zero must be an integer between 0 and 255'),
+    (lambda tensors: tensors['operations'][0].__setitem__(ZERO, 256), 'zero must be an integer between 0 and 255'),
+    (lambda tensors: tensors['operations'][1].__setitem__(ZERO, -1), 'zero must be an integer between 0 and 255'),
 ])
 def test_wrong_content_of_int8_files(change, message, tmp_path):
     path = tmp_path / 'model.tgn'
@@ -321,7 +345,7 @@ def load_mutations(path: str, count: int, backends: List[str]) -> Counter:
     """Load mutations of a file and run those that load. In a process of its own, with little memory."""
     torch.set_num_threads(1)
     data, x = Path(path).read_bytes(), images(1, 8, 8)
-    same = load_accelerated(path, 'native')(x)
+    same = as_list(load_accelerated(path, 'native')(x))
     in_use = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**30, resource.RLIM_INFINITY))
     outcomes: Counter = Counter()
@@ -337,17 +361,19 @@ def load_mutations(path: str, count: int, backends: List[str]) -> Counter:
             continue
         for fast in loaded:
             try:
-                output = fast(x)
-                outcomes['same' if isinstance(output, torch.Tensor) and torch.equal(output, same) else 'other'] += 1
+                output = as_list(fast(x))
+                is_same = len(output) == len(same) and all(map(torch.equal, output, same))
+                outcomes['same' if is_same else 'other'] += 1
             except (ValueError, MemoryError, RuntimeError):  # an image too small, or maps too large
                 outcomes['does not run'] += 1
     return outcomes
 
 
-@pytest.mark.parametrize('precision, backends', [('float32', ['native', 'torch']), ('int8', ['native'])])
-def test_mutations(precision, backends, tmp_path):
+@pytest.mark.parametrize(
+    'network, backends', [('classifier', ['native', 'torch']), ('int8', ['native']), ('family', ['native', 'torch'])])
+def test_mutations(network, backends, tmp_path):
     path, count = tmp_path / 'model.tgn', 240 * TIMES
-    (quantised(**NET) if precision == 'int8' else accelerate(make(**NET))).save(path)
+    save_kind(network, path)
     with ProcessPoolExecutor(1, mp_context=CONTEXT) as pool:
         outcomes = pool.submit(load_mutations, str(path), count, backends).result()
     # Most mutations are damage, some are harmless. Half of them are programs with a correct checksum.

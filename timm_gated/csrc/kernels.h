@@ -41,6 +41,19 @@ typedef struct {
     int relu;
 } product_t;
 
+/* out[m][n] = sum over i < inputs, t < taps of rows[m][columns[i] + t] * x[i][offsets[t] + n]: a convolution on padded
+ * planes, x. Planes of x are `x_plane` floats apart, those of out `out_plane`. */
+typedef struct {
+    const float *const *rows;
+    const ptrdiff_t *columns;
+    int inputs, taps;
+    const ptrdiff_t *offsets;
+    const float *x;
+    ptrdiff_t x_plane;
+    float *out;
+    ptrdiff_t out_plane;
+} planes_product_t;
+
 /* Neighbouring tiles that are loaded and stored together. */
 typedef struct {
     int32_t in;            /* offset in the padded plane */
@@ -73,6 +86,10 @@ typedef struct {
      * value for columns[j], and begin is a multiple of `interleaved`. Otherwise, x has a value per column of the rows,
      * `length` in all, which is 0 if the column is not listed. */
     void (*product_pixel)(const product_t *product, int begin, int end, const float *x, int length);
+    /* Compute `rows` rows, at most row_block, of a product on planes for `vectors` vectors. */
+    void (*planes_product)(const planes_product_t *product, int rows, int vectors);
+    /* Multiply the channels of a panel by factors, with optional residual and ReLU. */
+    void (*scale)(const float *x, const float *factors, int channels, const float *residual, int relu, float *out);
     /* Copy pixels [first, first + count) of a convolution's taps, `offsets` into planes of a given pitch, into panels,
      * where taps are `tap` floats apart. `line` is scratch memory for the pixels and PANEL more. */
     void (*pack_taps)(

@@ -5,7 +5,8 @@
 #include "model.h"
 #include "safetensors.h"
 
-#define FORMAT 1
+#define FORMAT 2
+#define OLD_COLUMNS 20 /* of version 1 */
 #define NUM_FORMS 4
 
 /* Names of the tensors of each kind of operation, without its number. */
@@ -16,6 +17,7 @@ static const char *const names[NUM_KINDS][MAX_TENSORS] = {
     [QUANTIZE] = {"scale"},
     [INT8_CONV] = {"weight", "bias", "multiplier", "ratio", "scale"},
     [INT8_LINEAR] = {"weight", "bias", "multiplier", "scale"},
+    [CHANNEL_CONV] = {"weight"},
 };
 
 static const int64_t *integers(safetensors_t *file, const char *name, int num_dims) {
@@ -48,9 +50,10 @@ static tg_model *read_model(safetensors_t *file, const char *isa) {
     if (!network || !rows)
         return NULL;
     const tensor_t *header = safetensors_find(file, "network"), *table = safetensors_find(file, "operations");
-    if (header->shape[0] != 6 || table->shape[1] != NUM_COLUMNS || network[0] != FORMAT) {
+    const int columns = header->shape[0] && network[0] == 1 ? OLD_COLUMNS : NUM_COLUMNS;
+    if (header->shape[0] != 6 || table->shape[1] != columns || (network[0] != 1 && network[0] != FORMAT)) {
         fail(
-            "the format must be %d, with 6 values and rows of %d, got %lld, %lld and %lld", FORMAT, NUM_COLUMNS,
+            "the format must be 1 or %d, with 6 values and rows of %d, got %lld, %lld and %lld", FORMAT, columns,
             header->shape[0] ? (long long)network[0] : -1LL, (long long)header->shape[0], (long long)table->shape[1]);
         return NULL;
     }
@@ -62,14 +65,20 @@ static tg_model *read_model(safetensors_t *file, const char *isa) {
         return NULL;
     }
     tg_model *model = tg_model_new(isa, network[1], network[2], network[3]);
-    for (int i = 0; model && i < count; i++)
-        if (add_operation(model, file, i, rows + (size_t)i * NUM_COLUMNS)) {
+    for (int i = 0; model && i < count; i++) {
+        int64_t row[NUM_COLUMNS];
+        for (int column = 0; column < NUM_COLUMNS; column++)
+            row[column] = column < columns ? rows[(size_t)i * columns + column] : -1;
+        if (columns == OLD_COLUMNS && row[KIND] == CONV)
+            row[GROUPS] = 1;
+        if (add_operation(model, file, i, row)) {
             char problem[160];
             snprintf(problem, sizeof problem, "%s", tg_error());
             fail("operation %d: %s", i, problem);
             tg_free(model);
             return NULL;
         }
+    }
     const named_tensor_t *unused = safetensors_unused(file);
     if (model && unused) {
         fail("'%.*s' is not part of the network", unused->length < 80 ? (int)unused->length : 80, unused->name);

@@ -153,6 +153,12 @@ int network_weights(const network_t *network, int index, float *weight, float *b
     const op_t *op = index >= 0 && index < network->num_ops ? &network->ops[index] : NULL;
     if (!op || (op->kind != CONV && op->kind != GATE) || op->weight8)
         return fail("operation %d of %d has no float32 weights", index, network->num_ops);
+    if (op->kind == CONV && op->groups > 1) {
+        const size_t count = (size_t)op->c_out * (op->c_in / op->groups) * op->kernel * op->kernel;
+        memcpy(weight, op->weight, count * sizeof *weight);
+        memcpy(bias, op->bias, (size_t)op->c_out * sizeof *bias);
+        return 0;
+    }
     if (op->kind == CONV) {
         const packing_t from = packing(op);
         for (int k = 0; k < op->c_out; k++)

@@ -36,6 +36,7 @@
 #define pooled_columns(op, width) (((width) - 1) * (op)->stride + (op)->kernel)
 
 #define MAX_DEPTH (1 << 28) /* channels times taps of a convolution */
+#define MAX_KERNEL 64       /* kernel size and stride */
 #define MAX_SIZE (1 << 20)  /* of channels, maps, gates, dilation and padding; also in inference/program.py */
 
 /* Sizes of memory, in bytes or floats, saturate at this value, and allocations of it fail. */
@@ -60,6 +61,9 @@ typedef enum {
     DEQUANTIZE,
     INT8_CONV, /* an operation of kind CONV, with weight8 */
     INT8_LINEAR,
+    BLUR,
+    CHANNEL_CONV,
+    SCALE,
     NUM_KINDS
 } kind_t;
 typedef enum {
@@ -84,6 +88,8 @@ typedef enum {
     COUNT,
     MACS,
     ZERO,
+    GROUPS,
+    FACTORS,
     NUM_COLUMNS
 } column_t;
 
@@ -97,7 +103,7 @@ typedef struct {
     int64_t shape[4];
 } tensor_t;
 
-/* The tensors of an operation: of a convolution weight and bias, of a gate those of both layers, of a concatenation its
+/* The tensors of an operation: of a convolution weight and bias, of one over channels weight, of a gate those of both layers, of a concatenation its
  * sources; of an int8 convolution weight, bias, multiplier, ratio (with a shortcut) and scale; of an int8 linear layer
  * weight, bias, multiplier and scale; of a quantisation scale. */
 #define MAX_TENSORS 5
@@ -105,7 +111,11 @@ typedef struct {
 typedef struct {
     kind_t kind;
     int in, out, residual; /* buffers, or -1 */
+    int factors;           /* buffer with the logits of what a map is scaled with, or -1 */
     int gate_in, gate_out; /* gates of the inputs and outputs of a convolution, or -1 */
+    int groups;            /* of a convolution */
+    int pairs;             /* count of open pairs of a convolution that is grouped and gated on both sides, or -1 */
+    int taps;              /* of a convolution over channels */
     int count;             /* convolutions that a skip omits */
     int c_in, c_out;
     int kernel, stride, dilation, padding;
@@ -116,7 +126,7 @@ typedef struct {
     int num_sources;
     int align_corners;      /* of that resizing */
     int hidden;             /* width of the hidden layer of a gate */
-    float *weight, *bias;   /* convolution: packed; gate: first layer, [c_in][hidden] */
+    float *weight, *bias;   /* convolution: packed, or with groups, as in a file; gate: first layer, [c_in][hidden] */
     float *weight2, *bias2; /* gate: second layer, [hidden][c_out] */
     /* int8 convolution; with gated inputs, weights are [c_out / ROW_GROUP][c_in][taps][ROW_GROUP], otherwise
      * [c_out][c_in / QUAD][taps][QUAD] */
@@ -133,6 +143,7 @@ typedef struct {
     int border; /* of quantised maps, in pixels: what convolutions read beyond them */
     int in_channels;
     int num_buffers, num_gates;
+    int num_pairs; /* counts of open pairs, which follow those of open channels by gate */
     int num_ops, capacity;
     op_t *ops;
     int *gate_sizes;        /* 0 until the gate is added */
@@ -189,15 +200,19 @@ INLINE int num_quads(int channels) { return divide_up(channels, QUAD); }
 /* Positions of a quantised map, in groups of POSITIONS. */
 INLINE int num_groups(const shape_t *shape) { return divide_up(shape->height * shape->pitch, POSITIONS); }
 
+/* Rows of a map that a grouped convolution computes at a time: they begin with a complete panel. */
+#define GROUPED_ROWS PANEL
+
 INLINE int num_pixels(const shape_t *shape) { return shape->height * shape->width; }
 INLINE int num_panels(const shape_t *shape) { return divide_up(num_pixels(shape), PANEL); }
 
-typedef enum { POINTWISE, DIRECT, WINOGRAD } algorithm_t;
+typedef enum { POINTWISE, DIRECT, WINOGRAD, GROUPED } algorithm_t;
 
 typedef struct {
     shape_t in, out;
     shape_t *sources; /* of a concatenation */
     algorithm_t algorithm;
+    int gate; /* of a map that is pooled, or -1 */
     /* Direct: the padded input is split into stride * stride phases, so that every tap reads contiguous pixels. The
      * rows of phases are `pitch` wide. */
     int phases; /* per dimension, those that some tap reads */
@@ -211,9 +226,15 @@ typedef struct {
     /* Winograd */
     tiling_t tiling;
     piece_t *pieces;
-    ptrdiff_t plane_floats; /* of the padded plane or output plane at the beginning of a thread's memory */
+    ptrdiff_t plane_floats; /* of planes at the beginning of a thread's memory: one, or those of a group */
     ptrdiff_t u_floats;     /* of transformed weights, which follow; then sums */
 } step_t;
+
+/* Floats of these rows, of one output. */
+INLINE ptrdiff_t grouped_line(const step_t *step) {
+    const ptrdiff_t rows = step->out.height < GROUPED_ROWS ? step->out.height : GROUPED_ROWS;
+    return odd_lines(rows * step->pitch + PANEL);
+}
 
 /* What Winograd's algorithm processes at a time. Strides of its memory: between the points of transformed inputs,
  * weights and sums, and between (groups of interleaved) filters of transformed weights. */
@@ -251,7 +272,7 @@ typedef struct {
     float *scratch;
     float *pooled;
     int32_t **open; /* open channels by gate */
-    int *num_open;
+    int *num_open;  /* by gate, then open pairs */
 } sample_t;
 
 typedef struct {
@@ -311,7 +332,7 @@ typedef struct {
     const float *images; /* [count][channels][height][width] */
     int64_t count;
     float *const *outputs; /* [outputs][count][channels][height][width]; NULL: not wanted */
-    int32_t *num_open;     /* open channels, [count][gates], or NULL */
+    int32_t *num_open;     /* open channels and open pairs, [count][gates + pairs], or NULL */
     uint8_t *is_open;      /* whether each channel of each gate is open, [count][channels of all gates], or NULL */
     double *milliseconds;  /* per operation, to add to, or NULL; complete for a single image */
 } batch_t;

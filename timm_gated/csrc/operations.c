@@ -13,11 +13,10 @@ typedef struct {
     int low, high;
 } range_of_t;
 
-#define MAX_KERNEL 64
 #define OPTIONAL (-1)
 #define ANY MAX_SIZE
 
-static const range_of_t ranges[NUM_KINDS][12] = {
+static const range_of_t ranges[NUM_KINDS][13] = {
     [CONV] =
         {{SOURCE, 0, ANY},
          {TARGET, 1, ANY},
@@ -27,7 +26,8 @@ static const range_of_t ranges[NUM_KINDS][12] = {
          {STRIDE, 1, MAX_KERNEL},
          {DILATION, 1, ANY},
          {PADDING, 0, ANY},
-         {RELU, 0, 1}},
+         {RELU, 0, 1},
+         {GROUPS, 1, ANY}},
     [GATE] = {{SOURCE, 0, ANY}, {GATE_DEFINED, 0, ANY}},
     [POOL] =
         {{SOURCE, 0, ANY},
@@ -54,6 +54,7 @@ static const range_of_t ranges[NUM_KINDS][12] = {
          {DILATION, 1, ANY},
          {PADDING, 0, ANY},
          {RELU, 0, 1},
+         {GROUPS, 1, 1},
          {ZERO, 0, 255}},
     [INT8_LINEAR] =
         {{SOURCE, 1, ANY},
@@ -62,12 +63,22 @@ static const range_of_t ranges[NUM_KINDS][12] = {
          {DILATION, 1, 1},
          {PADDING, 0, 0},
          {RELU, 0, 0},
+         {GROUPS, 1, 1},
          {ZERO, 0, 255}},
+    [BLUR] =
+        {{SOURCE, 0, ANY},
+         {TARGET, 1, ANY},
+         {KERNEL, 1, MAX_KERNEL},
+         {STRIDE, 1, MAX_KERNEL},
+         {PADDING, 0, MAX_KERNEL}},
+    [CHANNEL_CONV] = {{SOURCE, 0, ANY}, {TARGET, 1, ANY}},
+    [SCALE] = {{SOURCE, 0, ANY}, {TARGET, 1, ANY}, {RESIDUAL, OPTIONAL, ANY}, {RELU, 0, 1}, {FACTORS, 0, ANY}},
 };
 
 static const char *const column_names[NUM_COLUMNS] = {
-    "kind",    "source", "target",  "residual",  "gate", "gate_in",       "gate_out", "kernel", "stride", "dilation",
-    "padding", "relu",   "average", "ceil_mode", "bins", "align_corners", "before",   "after",  "count",  "macs", "zero"};
+    "kind",   "source",   "target",  "residual", "gate",    "gate_in",   "gate_out", "kernel",
+    "stride", "dilation", "padding", "relu",     "average", "ceil_mode", "bins",     "align_corners",
+    "before", "after",    "count",   "macs",     "zero",    "groups",    "factors"};
 
 static int check_row(const int64_t row[NUM_COLUMNS]) {
     if (row[KIND] < 0 || row[KIND] >= NUM_KINDS)
@@ -112,17 +123,37 @@ static int check_gates(const network_t *network, const op_t *op) {
     return 0;
 }
 
+/* A grouped convolution, whose weights are not packed. */
+static int add_grouped(network_t *network, op_t *op, const tensor_t *tensors) {
+    const int64_t *shape = tensors[0].shape;
+    const size_t bytes = times((size_t)(shape[1] * shape[2] * shape[2]), (size_t)shape[0] * sizeof *op->weight);
+    op->weight = allocate(bytes);
+    op->bias = copy(&tensors[1]);
+    if (!op->weight || !op->bias)
+        return fail("out of memory");
+    memcpy(op->weight, tensors[0].data, bytes);
+    if (op->gate_in >= 0 && op->gate_out >= 0)
+        op->pairs = network->num_gates + network->num_pairs++;
+    return 0;
+}
+
 static int add_conv(network_t *network, op_t *op, const tensor_t *tensors) {
     const tensor_t *weight = &tensors[0], *bias = &tensors[1];
     if (!has_shape(weight, FLOAT32, 4, (int64_t[]){0, 0, 0, weight->shape[2]}) || weight->shape[2] > MAX_KERNEL
         || !has_shape(bias, FLOAT32, 1, (int64_t[]){weight->shape[0]})
         || weight->shape[1] * weight->shape[2] * weight->shape[2] > MAX_DEPTH)
         return fail("invalid shapes of a convolution's weight and bias");
+    if (weight->shape[1] * op->groups > MAX_SIZE || weight->shape[0] % op->groups)
+        return fail(
+            "%d groups of %lld inputs, for %lld outputs", op->groups, (long long)weight->shape[1],
+            (long long)weight->shape[0]);
     op->c_out = (int)weight->shape[0];
-    op->c_in = (int)weight->shape[1];
+    op->c_in = (int)weight->shape[1] * op->groups;
     op->kernel = (int)weight->shape[2];
     if (check_gates(network, op))
         return -1;
+    if (op->groups > 1)
+        return add_grouped(network, op, tensors);
     const packing_t to = packing(op);
     op->weight = allocate(times((size_t)to.floats, sizeof *op->weight));
     op->bias = copy(bias);
@@ -296,6 +327,14 @@ static int add_concat(network_t *network, op_t *op, const tensor_t *sources) {
     return 0;
 }
 
+static int add_channel_conv(op_t *op, const tensor_t *weight) {
+    if (!has_shape(weight, FLOAT32, 1, (int64_t[]){0}) || weight->shape[0] > MAX_KERNEL || weight->shape[0] % 2 == 0)
+        return fail("invalid shape of the weight of a convolution over channels");
+    op->taps = (int)weight->shape[0];
+    op->weight = copy(weight);
+    return op->weight ? 0 : fail("out of memory");
+}
+
 static int add_kind(network_t *network, kind_t kind, op_t *op, const tensor_t *tensors) {
     switch (kind) {
         case CONV: return add_conv(network, op, tensors);
@@ -303,6 +342,9 @@ static int add_kind(network_t *network, kind_t kind, op_t *op, const tensor_t *t
         case CONCAT: return add_concat(network, op, tensors);
         case INT8_CONV: return add_int8_conv(network, op, tensors);
         case INT8_LINEAR: return add_int8_linear(op, tensors);
+        case CHANNEL_CONV: return add_channel_conv(op, &tensors[0]);
+        case BLUR:
+            return op->padding > op->kernel ? fail("a blur of kernel %d with padding %d", op->kernel, op->padding) : 0;
         case QUANTIZE: return add_scale(op, &tensors[0]);
         case POOL:
             return op->padding > op->kernel / 2
@@ -324,7 +366,10 @@ int network_add(network_t *network, const int64_t row[NUM_COLUMNS], const tensor
         .kind = is_conv ? CONV : (kind_t)row[KIND],
         .in = (int)row[SOURCE],
         .out = (int)row[TARGET],
-        .residual = is_conv ? (int)row[RESIDUAL] : -1,
+        .residual = is_conv || row[KIND] == SCALE ? (int)row[RESIDUAL] : -1,
+        .factors = (int)row[FACTORS],
+        .groups = is_conv ? (int)row[GROUPS] : 1,
+        .pairs = -1,
         .gate_in = (int)row[GATE_IN],
         .gate_out = (int)(is_conv ? row[GATE_OUT] : row[GATE_DEFINED]),
         .count = (int)row[COUNT],
@@ -341,7 +386,8 @@ int network_add(network_t *network, const int64_t row[NUM_COLUMNS], const tensor
         .zero = row[ZERO] > 0 ? (int)row[ZERO] : 0,
     };
     if (op.in >= network->num_buffers || op.out >= network->num_buffers || op.residual >= network->num_buffers
-        || (op.out >= 0 && (op.out == op.in || op.out == op.residual)))
+        || op.factors >= network->num_buffers
+        || (op.out >= 0 && (op.out == op.in || op.out == op.residual || op.out == op.factors)))
         return fail(
             "an operation from buffer %d, with shortcut %d, to buffer %d of %d", op.in, op.residual, op.out,
             network->num_buffers);

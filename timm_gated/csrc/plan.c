@@ -69,7 +69,8 @@ static piece_t *cut(const kernels_t *kernels, const tiling_t *tiling, int dilati
     return pieces;
 }
 
-static int plan_direct(plan_t *plan, const op_t *op, step_t *step) {
+/* Split the padded input of a convolution into phases. */
+static int lay_out_phases(const op_t *op, step_t *step) {
     int stride = op->stride, reach = (op->kernel - 1) * op->dilation / stride;
     step->phases = min(op->kernel, stride / greatest_common_divisor(stride, op->dilation));
     step->pitch = step->out.width + reach;
@@ -85,6 +86,25 @@ static int plan_direct(plan_t *plan, const op_t *op, step_t *step) {
             step->tap_offsets[y * op->kernel + x] = phase * step->phase_plane
                 + (ptrdiff_t)(y * op->dilation / stride) * step->pitch + x * op->dilation / stride;
         }
+    return 0;
+}
+
+/* The planes of a group, then rows of outputs. */
+static int plan_grouped(plan_t *plan, const op_t *op, step_t *step) {
+    step->algorithm = GROUPED;
+    plan->max_depth = max(plan->max_depth, op->c_in);
+    if (lay_out_phases(op, step))
+        return -1;
+    const size_t planes = times((size_t)(op->c_in / op->groups), (size_t)step->phases * step->phases);
+    step->plane_floats = (ptrdiff_t)times(planes, (size_t)step->phase_plane);
+    const size_t lines = times((size_t)plan->network->kernels->row_block, (size_t)grouped_line(step));
+    at_least(&plan->thread_floats, times((size_t)step->plane_floats + lines, 1));
+    return 0;
+}
+
+static int plan_direct(plan_t *plan, const op_t *op, step_t *step) {
+    if (lay_out_phases(op, step))
+        return -1;
     const size_t taps = (size_t)op->kernel * op->kernel, depth = taps > BLOCK_DEPTH ? taps : BLOCK_DEPTH;
     if (taps == 1) { /* the pixels that it reads, in panels */
         at_least(&plan->scratch_floats, times((size_t)num_panels(&step->out), (size_t)op->c_in * PANEL + PANEL));
@@ -212,6 +232,8 @@ static int best_tile_size(const kernels_t *kernels, const op_t *op, const shape_
 }
 
 static int plan_conv(plan_t *plan, op_t *op, step_t *step) {
+    if (op->groups > 1)
+        return plan_grouped(plan, op, step);
     plan->max_depth = max(plan->max_depth, op->c_in * op->kernel * op->kernel);
     at_least(&plan->thread_floats, (size_t)op->c_in); /* values of a single pixel */
     if (op->kernel == 1 && op->stride == 1 && op->padding == 0) {
@@ -246,7 +268,8 @@ typedef struct {
 /* Whether an operation reads its input in panels, not in planes that are copied from them. */
 static int reads_panels(const op_t *op) {
     return op->kind == GATE || op->kind == SKIP || op->kind == CONCAT || op->kind == INT8_LINEAR
-        || (op->kind == CONV && op->kernel == 1 && op->stride == 1 && op->padding == 0);
+        || op->kind == CHANNEL_CONV || op->kind == SCALE
+        || (op->kind == CONV && op->groups == 1 && op->kernel == 1 && op->stride == 1 && op->padding == 0);
 }
 
 static int plan_concat(plan_t *plan, walk_t *walk, const op_t *op, step_t *step) {
@@ -270,17 +293,30 @@ static int plan_concat(plan_t *plan, walk_t *walk, const op_t *op, step_t *step)
     return 0;
 }
 
+/* Whether a map holds a value for each channel of another one. */
+static int are_factors(const walk_t *walk, int buffer, const shape_t *map) {
+    const shape_t *factors = &walk->shapes[buffer];
+    return factors->channels == map->channels && num_pixels(factors) == 1 && walk->gates[buffer] == -1
+        && !(factors->scale > 0.f);
+}
+
 static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
     const shape_t *in = &walk->shapes[op->in];
     if (!in->channels)
         return fail("buffer %d is read before it is written", op->in);
-    if (walk->gates[op->in] != (op->kind == CONV ? op->gate_in : -1))
+    const int pools = op->kind == POOL || op->kind == BLUR; /* under any gate */
+    step->gate = pools ? walk->gates[op->in] : -1;
+    if (walk->gates[op->in] != (op->kind == CONV ? op->gate_in : step->gate))
         return fail(
             "buffer %d is read under gate %d, but was written under gate %d", op->in, op->gate_in, walk->gates[op->in]);
+    if (step->gate >= 0 && in->scale > 0.f)
+        return fail("quantised buffer %d is pooled under a gate", op->in);
+    if ((op->kind == CHANNEL_CONV && num_pixels(in) != 1) || (op->kind == SCALE && !are_factors(walk, op->factors, in)))
+        return fail("factors of a map of %d channels are not a map of as many channels and one pixel", in->channels);
     if ((op->kind == CONV || op->kind == GATE || op->kind == INT8_LINEAR) && op->c_in != in->channels)
         return fail("an operation on %d channels reads a map of %d", op->c_in, in->channels);
     step->in = step->out = *in;
-    plan->packs_image |= (op->in == 0 && reads_panels(op)) || op->residual == 0;
+    plan->packs_image |= (op->in == 0 && reads_panels(op)) || op->residual == 0 || op->factors == 0;
     plan->max_hidden = max(plan->max_hidden, op->hidden);
     plan->max_channels = max(plan->max_channels, op->c_out);
     if (op->kind == GATE || op->kind == OUTPUT || op->kind == SKIP)
@@ -296,7 +332,8 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
         const int has_filters = op->kind == CONV || op->kind == INT8_LINEAR;
         out->channels = has_filters ? op->c_out : in->channels + op->before + op->after;
     }
-    if (out->height < 1 || out->width < 1)
+    const int reflects = op->kind == BLUR ? op->padding : 0; /* pixels next to the border */
+    if (out->height < 1 || out->width < 1 || reflects >= in->height || reflects >= in->width)
         return fail(
             "images of %d x %d are too small: a map is %d x %d before a kernel of %d", plan->height, plan->width,
             in->height, in->width, op->kernel);
@@ -329,13 +366,15 @@ static int plan_step(plan_t *plan, walk_t *walk, op_t *op, step_t *step) {
                 residual->width, out->channels, out->height, out->width);
     }
     walk->shapes[op->out] = *out;
-    walk->gates[op->out] = op->kind == CONV ? op->gate_out : -1;
+    walk->gates[op->out] = op->kind == CONV ? op->gate_out : step->gate;
     if (is_int8)
         return 0;
     at_least(&plan->buffer_floats[op->out], times((size_t)num_panels(out), (size_t)out->panel));
     if (op->kind == POOL) /* one row with its borders */
         at_least(
             &plan->thread_floats, (size_t)max(pooled_columns(op, out->width), in->width + op->padding) + 2 * PANEL);
+    if (op->kind == BLUR) /* a padded row, and one with its sums */
+        at_least(&plan->thread_floats, 2 * ((size_t)in->width + 2 * op->padding + PANEL));
     if (op->kind == ADAPTIVE_POOL)
         at_least(&plan->thread_floats, in->width);
     return op->kind == CONV ? plan_conv(plan, op, step) : 0;
@@ -430,6 +469,7 @@ const char *plan_algorithm(const plan_t *plan, int op) {
     switch (step->algorithm) {
         case POINTWISE: return "pointwise";
         case DIRECT: return "direct";
+        case GROUPED: return "grouped";
         default: return step->tiling.size == 4 ? "winograd 4x4" : "winograd 2x2";
     }
 }

@@ -77,10 +77,9 @@ static void pack_image(context_t *context, int channels) {
 static void report_gates(const context_t *context, const batch_t *batch, int64_t index) {
     const network_t *network = context->plan->network;
     const sample_t *sample = context->sample;
+    const int counts = network->num_gates + network->num_pairs;
     if (batch->num_open)
-        memcpy(
-            batch->num_open + index * network->num_gates, sample->num_open,
-            (size_t)network->num_gates * sizeof *sample->num_open);
+        memcpy(batch->num_open + index * counts, sample->num_open, (size_t)counts * sizeof *sample->num_open);
     if (!batch->is_open)
         return;
     int64_t channels = 0;
@@ -116,6 +115,9 @@ static void run_sample(context_t *context, const batch_t *batch, int64_t index) 
             case INT8_LINEAR: run_int8_linear(context, op); break;
             case QUANTIZE: run_quantize(context, op, step); break;
             case DEQUANTIZE: run_dequantize(context, op, step); break;
+            case BLUR: run_blur(context, op, step); break;
+            case CHANNEL_CONV: run_channel_conv(context, op, step); break;
+            case SCALE: run_scale(context, op, step); break;
             case CONCAT: run_concat(context, op, step); break;
             case GATE: run_gate(context, op, step); break;
             case SKIP:

@@ -73,7 +73,15 @@ void int8_averages(context_t *context, int buffer, const shape_t *shape, int beg
 /* A quantised map in float32, [channels][height][width]. */
 void int8_copy_out(context_t *context, int buffer, const shape_t *shape, float *out);
 
+/* Copy one phase of a padded plane: every stride-th pixel, starting at (y, x). */
+void split_phase(
+    const kernels_t *kernels, const op_t *op, const step_t *step, const float *plane, int y, int x, float *out);
+
 void run_winograd(context_t *context, const conv_t *conv);
+void run_grouped(context_t *context, const op_t *op, const step_t *step);
+void run_blur(context_t *context, const op_t *op, const step_t *step);
+void run_channel_conv(context_t *context, const op_t *op, const step_t *step);
+void run_scale(context_t *context, const op_t *op, const step_t *step);
 void run_conv(context_t *context, const op_t *op, const step_t *step);
 void run_pool(context_t *context, const op_t *op, const step_t *step);
 void run_adaptive_pool(context_t *context, const op_t *op, const step_t *step);

@@ -137,8 +137,7 @@ static void run_pointwise(context_t *context, const conv_t *conv, const float *x
     }
 }
 
-/* Copy one phase of a padded plane: every stride-th pixel, starting at (y, x). */
-static void split_phase(
+void split_phase(
     const kernels_t *kernels, const op_t *op, const step_t *step, const float *plane, int y, int x, float *out) {
     const shape_t *in = &step->in;
     int stride = op->stride, first = x - op->padding;
@@ -225,6 +224,10 @@ static void run_direct(context_t *context, const conv_t *conv) {
 }
 
 void run_conv(context_t *context, const op_t *op, const step_t *step) {
+    if (op->groups > 1) {
+        run_grouped(context, op, step);
+        return;
+    }
     int no_input = op->gate_in >= 0 && context->sample->num_open[op->gate_in] == 0;
     algorithm_t algorithm = no_input ? POINTWISE : step->algorithm;
     conv_t conv = prepare(context, op, step, algorithm);

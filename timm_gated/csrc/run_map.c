@@ -45,11 +45,16 @@ static void average_row(
     }
 }
 
+/* Channels of a map that is pooled: open ones, which are the first. */
+static int num_pooled(const context_t *context, const step_t *step) {
+    return step->gate >= 0 ? context->sample->num_open[step->gate] : step->in.channels;
+}
+
 void run_pool(context_t *context, const op_t *op, const step_t *step) {
     const kernels_t *kernels = context->plan->network->kernels;
     const shape_t *in = &step->in, *out = &step->out;
     float *columns = context->own->scratch, *line = context->own->line;
-    range_t channels = part(context, in->channels);
+    range_t channels = part(context, num_pooled(context, step));
     for (ptrdiff_t c = channels.begin; c < channels.end; c += GROUP) {
         const int count = in_group(c, &channels);
         planes_t planes = read_planes(context, op->in, in, c, count, 0, num_pixels(in));
@@ -63,6 +68,88 @@ void run_pool(context_t *context, const op_t *op, const step_t *step) {
                     max_pool_row(kernels, op, in, i, x, columns, out->width, y);
             write_plane(context, op->out, out, c + j, line);
         }
+    }
+}
+
+/* Position of row or column i of a map of `size` with reflected borders. */
+static int reflected(int i, int size) {
+    i = i < 0 ? -i : i;
+    return i < size ? i : 2 * size - 2 - i;
+}
+
+/* Compute row i of a blurred plane: the columns of the window, then the row. `sums` holds the padded row. */
+static void blur_row(
+    const kernels_t *kernels, const op_t *op, const shape_t *in, int i, const float *weights, const float *plane,
+    float *sums, float *row, int width, float *out) {
+    float *inner = sums + op->padding;
+    for (int k = 0; k < op->kernel; k++) {
+        const float *x = plane + (ptrdiff_t)reflected(i * op->stride - op->padding + k, in->height) * in->width;
+        const float weight = weights[k];
+        for (int j = 0; j < in->width; j++)
+            inner[j] = k ? inner[j] + weight * x[j] : weight * x[j];
+    }
+    for (int j = 1; j <= op->padding; j++) {
+        inner[-j] = inner[reflected(-j, in->width)];
+        inner[in->width - 1 + j] = inner[reflected(in->width - 1 + j, in->width)];
+    }
+    const int columns = (width - 1) * op->stride + 1;
+    for (int k = 0; k < op->kernel; k++) {
+        const float weight = weights[k];
+        for (int j = 0; j < columns; j++)
+            row[j] = k ? row[j] + weight * sums[j + k] : weight * sums[j + k];
+    }
+    kernels->subsample(row, op->stride, out, width);
+}
+
+void run_blur(context_t *context, const op_t *op, const step_t *step) {
+    const shape_t *in = &step->in, *out = &step->out;
+    float *sums = context->own->scratch, *row = sums + in->width + 2 * op->padding + PANEL;
+    float weights[MAX_KERNEL];
+    double weight = ldexp(1., 1 - op->kernel);
+    for (int k = 0; k < op->kernel; k++) { /* binomial coefficients */
+        weights[k] = (float)weight;
+        weight = weight * (op->kernel - 1 - k) / (k + 1);
+    }
+    range_t channels = part(context, num_pooled(context, step));
+    for (ptrdiff_t c = channels.begin; c < channels.end; c += GROUP) {
+        const int count = in_group(c, &channels);
+        planes_t planes = read_planes(context, op->in, in, c, count, 0, num_pixels(in));
+        for (int j = 0; j < count; j++) {
+            for (int i = 0; i < out->height; i++)
+                blur_row(
+                    context->plan->network->kernels, op, in, i, weights, planes.first + j * planes.stride, sums, row,
+                    out->width, context->own->line + (ptrdiff_t)i * out->width);
+            write_plane(context, op->out, out, c + j, context->own->line);
+        }
+    }
+}
+
+/* The value of a map of one pixel is the first of a channel. */
+void run_channel_conv(context_t *context, const op_t *op, const step_t *step) {
+    const float *x = context->sample->buffers[op->in];
+    const int size = step->in.channels, before = op->taps / 2;
+    range_t channels = part(context, size);
+    for (int c = (int)channels.begin; c < channels.end; c++) {
+        float sum = 0.f;
+        for (int t = c < before ? before - c : 0; t < op->taps && c + t - before < size; t++)
+            sum += op->weight[t] * x[(ptrdiff_t)(c + t - before) * PANEL];
+        context->sample->buffers[op->out][(ptrdiff_t)c * PANEL] = sum;
+    }
+}
+
+void run_scale(context_t *context, const op_t *op, const step_t *step) {
+    sample_t *sample = context->sample;
+    const float *logits = sample->buffers[op->factors];
+    range_t channels = part(context, step->in.channels);
+    for (ptrdiff_t c = channels.begin; c < channels.end; c++)
+        sample->pooled[c] = 1.f / (1.f + expf(-logits[c * PANEL]));
+    meet(context);
+    range_t panels = part(context, num_panels(&step->in));
+    for (ptrdiff_t i = panels.begin; i < panels.end; i++) {
+        const ptrdiff_t at = i * step->in.panel;
+        context->plan->network->kernels->scale(
+            sample->buffers[op->in] + at, sample->pooled, step->in.channels,
+            op->residual >= 0 ? sample->buffers[op->residual] + at : NULL, op->relu, sample->buffers[op->out] + at);
     }
 }
 
@@ -88,9 +175,14 @@ static void pool_plane(
 void run_adaptive_pool(context_t *context, const op_t *op, const step_t *step) {
     const shape_t *in = &step->in;
     range_t channels = part(context, in->channels);
-    if (in->scale > 0.f) { /* to one pixel per channel, in float32 */
+    if (op->kernel == 1 && op->in != 0) { /* to one pixel per channel, in float32 */
         float *averages = context->own->logits;
-        int8_averages(context, op->in, in, (int)channels.begin, (int)channels.end, averages);
+        if (in->scale > 0.f)
+            int8_averages(context, op->in, in, (int)channels.begin, (int)channels.end, averages);
+        else
+            context->plan->network->kernels->average(
+                context->sample->buffers[op->in] + channels.begin * PANEL, in->panel,
+                (int)(channels.end - channels.begin), num_pixels(in), averages + channels.begin);
         for (ptrdiff_t c = channels.begin; c < channels.end; c++)
             context->sample->buffers[op->out][c * PANEL] = averages[c];
         return;

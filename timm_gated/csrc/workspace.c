@@ -30,7 +30,7 @@ static size_t lay_out(workspace_t *workspace, char *memory) {
         sample_t sample;
         sample.buffers = take(memory, &used, network->num_buffers, sizeof *sample.buffers);
         sample.open = take(memory, &used, network->num_gates + 1, sizeof *sample.open);
-        sample.num_open = take(memory, &used, network->num_gates + 1, sizeof *sample.num_open);
+        sample.num_open = take(memory, &used, network->num_gates + network->num_pairs + 1, sizeof *sample.num_open);
         sample.pooled = take(memory, &used, channels, sizeof *sample.pooled);
         sample.scratch = take(memory, &used, plan->scratch_floats, sizeof *sample.scratch);
         for (int i = 0; i < network->num_buffers; i++) {

@@ -148,7 +148,7 @@ class Accelerated(nn.Module):
 
     def run_with_cost(self, x: torch.Tensor) -> Tuple[List[torch.Tensor], ModuleMacs]:
         """Return the maps that the program outputs, and the MACs."""
-        num_open = torch.empty(len(x), self._cost.num_gates, dtype=torch.int32, device='cpu')
+        num_open = torch.empty(len(x), self._cost.num_counts, dtype=torch.int32, device='cpu')
         maps = self.runner(x, num_open)
         cost = self._cost.at(*x.shape[2:])
         return maps, ModuleMacs(cost.dense, cost.used(num_open).to(x.device))
@@ -222,7 +222,7 @@ class Accelerated(nn.Module):
         check_images(image, self._cost.in_channels)
         if len(image) != 1:
             raise ValueError(f'plan times one image, got a batch of {len(image)}.')
-        num_open = torch.empty(1, self._cost.num_gates, dtype=torch.int32)
+        num_open = torch.empty(1, self._cost.num_counts, dtype=torch.int32)
         times = self.runner.profile(image, num_open, check_number(runs, 'runs', minimum=1, integer=True))
         rows = self._cost.by_operation(image.shape[2], image.shape[3], num_open[0].tolist())
         return ExecutionPlan(
@@ -241,9 +241,10 @@ def accelerate(
 ) -> nn.Module:
     """Create an evaluation-only copy of a network that computes only open filters.
 
-    Supported are gated and dense ResNets of this package and of timm (classifiers and features_only backbones), mmseg's
-    ResNets with `mmseg_plugin`, and modules that contain such networks, for example segmentors. Outputs agree up to
-    rounding, except that rounding may flip a gate whose logit is close to zero. Hooks of the network are not run.
+    Supported are gated and dense ResNets of this package and of timm (classifiers and features_only backbones), also
+    with groups, SE or ECA attention, and blur or average pooling against aliasing; mmseg's ResNets with `mmseg_plugin`;
+    and modules that contain such networks, for example segmentors. Outputs agree up to rounding, except that rounding
+    may flip a gate whose logit is close to zero. Hooks of the network are not run.
 
     Args:
         model: Network to accelerate. Gates with a forced mask stay forced.

@@ -10,14 +10,26 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optio
 
 import torch
 import torch.nn as nn
-from timm.layers import SelectAdaptivePool2d
+from timm.layers import BlurPool2d, EcaModule, SelectAdaptivePool2d
 from timm.models._features import FeatureDictNet, FeatureGetterNet, FeatureHookNet, FeatureListNet
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
-from torchvision.ops import FrozenBatchNorm2d
 
-from ..layers import ChannelGate, GatedBasicBlock, GatedBottleneck, GatedConvs
-from ..models import AigBasicBlock, AigBottleneck, AigGate, CarryNet, CarryStage, CifarResNet, PadShortcut
-from .program import AdaptivePoolOp, ConvOp, GateOp, Op, OutputOp, PoolOp, Program, SkipOp, SubsampleOp
+from ..layers import GatedBasicBlock, GatedBottleneck, GatedConvs
+from ..models import AigBasicBlock, AigBottleneck, CarryNet, CarryStage, CifarResNet, PadShortcut
+from .layer_ops import NORMS, blur_op, check_attention, conv_op, fold, gate_op, pool_op, unsupported
+from .program import (
+    AdaptivePoolOp,
+    BlurOp,
+    ChannelConvOp,
+    ConvOp,
+    Op,
+    OutputOp,
+    PoolOp,
+    Program,
+    ScaleOp,
+    SkipOp,
+    SubsampleOp,
+)
 
 __all__ = [
     'Compiler', 'Trunk', 'as_dict', 'compile_module', 'compile_trunk', 'complete_trunk', 'find_trunk', 'first_map',
@@ -74,7 +86,7 @@ def find_trunk(model: nn.Module) -> Optional[Trunk]:
     """Return the `trunk` of a network after checking that the network does not override the forward pass."""
     parts = trunk(model)
     if parts is not None and not _is_known(model):
-        raise _unsupported(model, ' because it overrides the forward pass')
+        raise unsupported(model, ' because it overrides the forward pass')
     return parts
 
 
@@ -128,7 +140,7 @@ def _(model: FeatureDictNet) -> Trunk:
 def _(model: nn.Module) -> Trunk:
     network = getattr(model, 'model', None)
     if isinstance(network, CarryNet):
-        raise _unsupported(network)
+        raise unsupported(network)
     raise ValueError(
         f"{type(model).__name__} cannot be accelerated; create the model with "
         f"feature_cls='list'.")
@@ -150,8 +162,9 @@ def compile_trunk(modules: Iterable[Tuple[nn.Module, bool]], names: Optional[Map
     return compiler.finish()
 
 
-# Maps: the image, two that blocks alternately read and write, those between the convolutions, and the shortcut's.
-_IMAGE, _FIRST, _SECOND, _INNER1, _INNER2, _SHORTCUT, _POOLED = range(7)
+# Maps: the image, two that blocks alternately read and write, those between the convolutions, the shortcut's, and two
+# that attention alternately reads and writes.
+_IMAGE, _FIRST, _SECOND, _INNER1, _INNER2, _SHORTCUT, _POOLED, _FACTORS1, _FACTORS2 = range(9)
 
 
 class Compiler:
@@ -166,7 +179,7 @@ class Compiler:
         self.ops: List[Op] = []
         self.current = _IMAGE
         self._names = names
-        self._num_maps = 7
+        self._num_maps = 9
         self._reuses_maps = True
         self._pending: Optional[ConvOp] = None  # a convolution that a norm and a ReLU may follow
         self._gates: Dict[int, int] = {}  # gate numbers by id of the module
@@ -174,7 +187,7 @@ class Compiler:
     def finish(self) -> Program:
         self.flush()
         first = next(op for op in self.ops if isinstance(op, ConvOp))
-        return Program(first.weight.shape[1], self.ops, self._num_maps, len(self._gates))
+        return Program(first.weight.shape[1] * first.groups, self.ops, self._num_maps, len(self._gates))
 
     def keep_maps(self) -> None:
         """Give every following operation a map of its own, so that all of them can be read later."""
@@ -195,13 +208,13 @@ class Compiler:
             if isinstance(leaf, nn.Conv2d):
                 self.flush()
                 self._pending = self._conv(leaf, self.current, self.advance())
-            elif type(leaf) in _NORMS and self._pending is not None and not self._pending.relu:
-                _fold(self._pending, leaf)
+            elif type(leaf) in NORMS and self._pending is not None and not self._pending.relu:
+                fold(self._pending, leaf)
             elif type(leaf) is nn.ReLU and self._pending is not None:
                 self._pending.relu = True
-            elif isinstance(leaf, (nn.MaxPool2d, nn.AvgPool2d)):
+            elif isinstance(leaf, (nn.MaxPool2d, nn.AvgPool2d, BlurPool2d)):
                 self.flush()
-                self.ops.append(_pool(leaf, self.current, self.advance()))
+                self.ops.append(self._pool(leaf, self.current, self.advance()))
             elif hasattr(leaf, 'conv1') and hasattr(leaf, 'conv2'):
                 self.flush()
                 self._add_block(leaf)
@@ -224,44 +237,81 @@ class Compiler:
         names = [name for name in ('conv1', 'conv2', 'conv3') if hasattr(block, name)]
         switches = getattr(block, 'gated_convs', {})
         for gate in dict.fromkeys(gate for name in names for gate in switches.get(name, ()) if gate is not None):
-            op = _gate(gate, source, self._number(gate))
+            op = gate_op(gate, source, self._number(gate))
             op.name = self.name(gate)
             self.ops.append(op)
         residual = self._add_shortcut(block.downsample, source)
+        pool, attention = (_option(block, name) for name in ('aa', 'se'))
         if _is_block_gated(names, switches):
+            for module in filter(None, (pool, attention)):
+                raise unsupported(module, ' in a block that is skipped as a unit')
             self.ops.append(SkipOp(residual, target, self._number(switches[names[0]][1]), len(names)))
             switches = {}
         if any(switches.get(name, (None, None))[side] is not None for name, side in ((names[0], 0), (names[-1], 1))):
-            raise _unsupported(block, ' because a gate masks its input or its output')
+            raise unsupported(block, ' because a gate masks its input or its output')
         at = source
-        for name, to in zip(names, [*(_INNER1, _INNER2)[:len(names) - 1], target], strict=True):
+        for name in names:
+            is_last = name == names[-1]
+            to = target if is_last and attention is None else _other_inner(at)
             conv = self._conv(getattr(block, name), at, to)
-            _fold(conv, getattr(block, name.replace('conv', 'bn')))
+            fold(conv, getattr(block, name.replace('conv', 'bn')))
             gate_in, gate_out = switches.get(name, (None, None))
             conv.gate_in = None if gate_in is None else self._number(gate_in)
             conv.gate_out = None if gate_out is None else self._number(gate_out)
-            conv.relu = True
+            conv.relu = to == target or not is_last
             conv.residual = residual if to == target else None
             self.ops.append(conv)
             at = to
+            if name == names[-2] and pool is not None:
+                at = _other_inner(to)
+                self.ops.append(self._pool(pool, to, at))
+        if attention is not None:
+            self._add_attention(attention, at, target, residual)
+
+    def _add_attention(self, module: nn.Module, source: int, target: int, residual: int) -> None:
+        check_attention(module)
+        self.ops.append(AdaptivePoolOp(source, _FACTORS1, 1))
+        factors = _FACTORS1
+        if isinstance(module, EcaModule):
+            factors = _FACTORS2
+            weight: Any = module.conv.weight
+            op = ChannelConvOp(_FACTORS1, factors, weight.detach()[0, 0].clone(), self.name(module.conv))
+            self.ops.append(op)
+        else:
+            layers: Any = (module.fc1, module.bn), (module.fc2, None)
+            for (conv, norm), to in zip(layers, (_FACTORS2, _FACTORS1), strict=True):
+                layer = self._conv(conv, factors, to)
+                if norm is not None and not isinstance(norm, nn.Identity):
+                    fold(layer, norm)
+                layer.relu = to == _FACTORS2
+                self.ops.append(layer)
+                factors = to
+        self.ops.append(ScaleOp(source, factors, target, residual, relu=True))
+
+    def _pool(self, module: nn.Module, source: int, target: int) -> Union[PoolOp, BlurOp]:
+        if isinstance(module, BlurPool2d):
+            return blur_op(module, source, target, self.name(module))
+        if isinstance(module, (nn.MaxPool2d, nn.AvgPool2d)):
+            return pool_op(module, source, target)
+        raise unsupported(module)
 
     def _add_shortcut(self, downsample: Optional[nn.Module], source: int) -> int:
         conv = None
         for leaf in _leaves(downsample) if downsample is not None else ():
             if isinstance(leaf, nn.AvgPool2d):
-                self.ops.append(_pool(leaf, source, _POOLED))
+                self.ops.append(pool_op(leaf, source, _POOLED))
                 source = _POOLED
             elif isinstance(leaf, nn.Conv2d) and conv is None:
                 conv = self._conv(leaf, source, _SHORTCUT)
                 self.ops.append(conv)
                 source = _SHORTCUT
-            elif type(leaf) in _NORMS and conv is not None:
-                _fold(conv, leaf)
+            elif type(leaf) in NORMS and conv is not None:
+                fold(conv, leaf)
             elif isinstance(leaf, PadShortcut):
                 self.ops.append(SubsampleOp(source, _SHORTCUT, leaf.stride, *leaf.padding[4:]))
                 source = _SHORTCUT
             else:
-                raise _unsupported(leaf)
+                raise unsupported(leaf)
         return source
 
     def name(self, module: nn.Module) -> str:
@@ -269,21 +319,12 @@ class Compiler:
         return self._names.get(id(module), '')
 
     def _conv(self, module: nn.Conv2d, source: int, target: int) -> ConvOp:
-        op = _conv(module, source, target)
+        op = conv_op(module, source, target)
         op.name = self.name(module)
         return op
 
     def _number(self, gate: nn.Module) -> int:
         return self._gates.setdefault(id(gate), len(self._gates))
-
-
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, FrozenBatchNorm2d)
-
-
-def _unsupported(module: nn.Module, why: str = '') -> ValueError:
-    return ValueError(
-        f'{type(module).__name__}({module.extra_repr()}) cannot be accelerated{why}. Supported: ResNets with ungrouped '
-        f'convolutions, batch norm and ReLU, gated or dense.')
 
 
 @singledispatch
@@ -294,7 +335,7 @@ def compile_module(module: nn.Module, compiler: Compiler) -> None:
         module: Module to compile.
         compiler: Compiler to append its operations to.
     """
-    raise _unsupported(module)
+    raise unsupported(module)
 
 
 @compile_module.register
@@ -336,11 +377,11 @@ def is_plain_conv(module: nn.Module) -> bool:
     """Whether a module is a convolution, optionally with batch norm and ReLU, that can be compiled."""
     conv, *others = _leaves(module)
     return (
-        type(conv) is nn.Conv2d and conv.groups == 1 and conv.padding_mode == 'zeros'
+        type(conv) is nn.Conv2d and conv.padding_mode == 'zeros'
         and all(len(set(size)) == 1 for size in (conv.kernel_size, conv.stride, conv.dilation))
         and isinstance(conv.padding, tuple) and len(set(conv.padding)) == 1
-        and [type(other) for other in others] in ([], *([norm] for norm in _NORMS), [nn.ReLU],
-                                                  *([norm, nn.ReLU] for norm in _NORMS)))
+        and [type(other) for other in others] in ([], *([norm] for norm in NORMS), [nn.ReLU],
+                                                  *([norm, nn.ReLU] for norm in NORMS)))
 
 
 def _leaves(module: nn.Module) -> Iterator[nn.Module]:
@@ -358,89 +399,25 @@ def _is_block_gated(names: Sequence[str], switches: GatedConvs) -> bool:
     return len(pairs) == 1 and all(gate_in is None and gate_out is not None for gate_in, gate_out in pairs)
 
 
-def _check_block(block: nn.Module) -> None:
+def _other_inner(number: int) -> int:
+    """Map that an operation within a block writes if it reads this one."""
+    return _INNER2 if number == _INNER1 else _INNER1
+
+
+def _option(block: nn.Module, name: str) -> Optional[nn.Module]:
+    """A module that some blocks of timm have."""
+    module = getattr(block, name, None)
+    return None if isinstance(module, nn.Identity) else module
+
+
+def _check_block(block: Any) -> None:
     if not _is_known(block):
-        raise _unsupported(block, ' because its forward pass is not known')
-    for name in ('se', 'aa', 'drop_block'):  # options of timm
-        module = getattr(block, name, None)
-        if module is not None and not isinstance(module, nn.Identity):
-            raise _unsupported(module)
+        raise unsupported(block, ' because its forward pass is not known')
+    if _option(block, 'drop_block') is not None:
+        raise unsupported(block.drop_block)
     for name in ('act1', 'act2', 'act3', 'relu'):
         module = getattr(block, name, None)
         if module is not None and type(module) is not nn.ReLU:
-            raise _unsupported(module)
+            raise unsupported(module)
     if getattr(block, 'with_plugins', False):  # option of mmseg
-        raise _unsupported(block, ' with plugins')
-
-
-def _single(value: Any, module: nn.Module) -> int:
-    """The value of an option that must be the same in all dimensions."""
-    values = set(value) if isinstance(value, tuple) else {value}
-    if len(values) != 1 or not all(isinstance(v, int) for v in values):
-        raise _unsupported(module)
-    return values.pop()
-
-
-def _conv(module: nn.Conv2d, source: int, target: int) -> ConvOp:
-    if type(module) is not nn.Conv2d or module.groups != 1 or module.padding_mode != 'zeros':
-        raise _unsupported(module)
-    _single(module.kernel_size, module)
-    weight = module.weight.detach().clone()
-    bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias.detach().clone()
-    return ConvOp(
-        source, target, weight, bias,
-        stride=_single(module.stride, module),
-        dilation=_single(module.dilation, module),
-        padding=_single(module.padding, module),
-    )
-
-
-def _fold(conv: ConvOp, norm: Any) -> None:
-    if type(norm) not in _NORMS or norm.running_mean is None:
-        raise _unsupported(norm)
-    # Fold in double precision to lose no accuracy.
-    scale = (norm.running_var.double() + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight.double()
-    shift = -norm.running_mean.double() * scale
-    if norm.bias is not None:
-        shift = shift + norm.bias.double()
-    conv.weight = (conv.weight.double() * scale[:, None, None, None]).to(conv.weight.dtype)
-    conv.bias = (conv.bias.double() * scale + shift).to(conv.bias.dtype)
-
-
-# Last layer by gate class. Subclasses are not supported because they may compute other logits.
-_LAST_LAYERS: Dict[type, Callable[[Any], Tuple[torch.Tensor, torch.Tensor]]] = {
-    ChannelGate: lambda gate: (gate.fc2.weight.detach().clone(), gate.fc2.bias.detach().clone()),
-    AigGate: lambda gate: tuple(
-        tensor.detach()[1::2] - tensor.detach()[0::2] for tensor in (gate.fc2.weight, gate.fc2.bias)),
-}
-
-
-def _gate(gate: Any, source: int, number: int) -> GateOp:
-    if type(gate) not in _LAST_LAYERS:
-        raise _unsupported(gate)
-    as_conv = ConvOp(source, source, gate.fc1.weight.detach()[:, :, None, None], gate.fc1.bias.detach())
-    _fold(as_conv, gate.bn)
-    weight2, bias2 = _LAST_LAYERS[type(gate)](gate)
-    if gate.forced is not None:
-        if gate.forced.ndim != 1:
-            raise ValueError('per-image forced masks cannot be accelerated; force the same mask for all images.')
-        weight2, bias2 = torch.zeros_like(weight2), gate.forced.to(bias2) - 0.5
-    # Ungated filters become filters with an always open gate.
-    weight2 = torch.cat((weight2, weight2.new_zeros(gate.num_ungated, weight2.shape[1])))
-    bias2 = torch.cat((bias2, bias2.new_ones(gate.num_ungated)))
-    macs = gate.fc1.weight.numel() + gate.fc2.weight.numel()
-    return GateOp(source, number, as_conv.weight[:, :, 0, 0], as_conv.bias, weight2, bias2, macs)
-
-
-def _pool(module: Union[nn.MaxPool2d, nn.AvgPool2d], source: int, target: int) -> PoolOp:
-    average = isinstance(module, nn.AvgPool2d)
-    padding = _single(module.padding, module)
-    if type(module) not in (nn.MaxPool2d, nn.AvgPool2d) or getattr(module, 'divisor_override', None) is not None \
-            or _single(getattr(module, 'dilation', 1), module) != 1 \
-            or (average and module.count_include_pad and (padding or module.ceil_mode)):
-        raise _unsupported(module)
-    return PoolOp(
-        source, target, average,
-        _single(module.kernel_size, module), _single(module.stride, module), padding, module.ceil_mode)
+        raise unsupported(block, ' with plugins')

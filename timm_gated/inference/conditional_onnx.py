@@ -10,16 +10,34 @@ return from a convolution without input channels.
 The graph is written for ONNX Runtime, whose gathers are slow if they copy small pieces. Weights are stored so that the
 pieces are large: 1 x 1 convolutions of gated inputs are matrix products of transposed weights, and 3 x 3 convolutions
 on small maps are transposed convolutions, whose weights have the inputs first. Gates that are always open are left out.
+
+The groups of an ONNX convolution have the same number of channels, whereas open channels differ. A gated convolution
+with groups therefore computes all of its filters, from a map with zeros in the closed channels. Its neighbours, which
+have most of the weights of a ResNeXt, compute open filters only.
 """
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple, Union
 
 import torch
 import torch.nn.functional as F
 
 from .cost import output_shape
 from .onnx_graph import GraphWriter
-from .program import AdaptivePoolOp, ConcatOp, ConvOp, GateOp, OutputOp, PoolOp, Program, SkipOp, SubsampleOp
+from .program import (
+    AdaptivePoolOp,
+    BlurOp,
+    ChannelConvOp,
+    ConcatOp,
+    ConvOp,
+    GateOp,
+    OutputOp,
+    PoolOp,
+    Program,
+    ScaleOp,
+    SkipOp,
+    SubsampleOp,
+)
+from .sliced import binomial
 
 __all__ = ['write_program']
 
@@ -119,7 +137,8 @@ class _Writer:
         """Write an operation with one result, which becomes a map."""
         sources = [self._maps[source] for source in getattr(op, 'sources', None) or (op.source,)]
         shape = output_shape(op, *(source.shape for source in sources))
-        if min(shape) < 1:
+        reflects = op.padding if isinstance(op, BlurOp) else 0  # pixels next to the border
+        if min(shape) < 1 or reflects >= min(sources[0].shape[1:]):
             height, width = self._maps[0].shape[1:]
             raise ValueError(f'images of {height} x {width} are too small: a map would have {shape[1]} x {shape[2]}.')
         name = _WRITERS[type(op)](self, op, *sources, shape)
@@ -157,12 +176,18 @@ class _Writer:
 
     def _conv(self, op: ConvOp, source: _Map, shape: _Shape) -> str:
         gate_in, gate_out = self._gates[op.gate_in], self._gates[op.gate_out]
-        if gate_in is not None and gate_out is None and _is_product(op):
+        if op.groups > 1:
+            name = self._grouped_conv(op, gate_in, gate_out, source)
+        elif gate_in is not None and gate_out is None and _is_product(op):
             name = self._product(op, gate_in, source, shape)
         elif gate_in is not None and gate_out is None and _is_transposed(op, shape):
             name = self._transposed_conv(op, gate_in, source)
         else:
             name = self._plain_conv(op, gate_in, gate_out, source)
+        return self._end(op, name, shape)
+
+    def _end(self, op: Union[ConvOp, ScaleOp], name: str, shape: _Shape) -> str:
+        """Add the shortcut and the ReLU of an operation."""
         if op.residual is not None:
             shortcut = self._maps[op.residual]
             if shortcut.shape != shape:
@@ -178,9 +203,27 @@ class _Writer:
             weight, bias = (self.graph('Gather', tensor, gate_out.indices, axis=0) for tensor in (weight, bias))
         if gate_in is not None:
             weight = self.graph('Gather', weight, gate_in.indices, axis=1)
+        return self._convolve(op, source.name, weight, bias)
+
+    def _convolve(self, op: ConvOp, source: str, weight: str, bias: str) -> str:
         return self.graph(
-            'Conv', source.name, weight, bias, kernel_shape=op.weight.shape[2:], strides=[op.stride] * 2,
-            dilations=[op.dilation] * 2, pads=[op.padding] * 4)
+            'Conv', source, weight, bias, kernel_shape=op.weight.shape[2:], strides=[op.stride] * 2,
+            dilations=[op.dilation] * 2, pads=[op.padding] * 4, group=op.groups)
+
+    def _grouped_conv(self, op: ConvOp, gate_in: Optional[_Gate], gate_out: Optional[_Gate], source: _Map) -> str:
+        graph, name = self.graph, source.name
+        if gate_in is not None:
+            channels, height, width = source.shape
+            zero = graph.constant([0])
+            zeros = graph('Expand', graph.constant(torch.zeros(1, 1, 1)), graph.constant([channels + 1, height, width]))
+            places = graph('Unsqueeze', gate_in.indices, graph.constant([1]))
+            everything = graph('ScatterND', zeros, places, graph('Squeeze', name, zero))
+            name = graph('Unsqueeze', graph('Slice', everything, zero, graph.constant([channels]), zero), zero)
+        name = self._convolve(op, name, *self._constants(op.weight, op.bias))
+        if gate_out is not None:
+            padded = graph('Pad', name, graph.constant([0, 0, 0, 0, 0, 1, 0, 0]))
+            name = graph('Gather', padded, gate_out.indices, axis=1)
+        return name
 
     def _product(self, op: ConvOp, gate_in: _Gate, source: _Map, shape: _Shape) -> str:
         weight, bias = self._constants(F.pad(op.weight[:, :, 0, 0].T, (0, 0, 0, 1)), op.bias[:, None])
@@ -203,6 +246,26 @@ class _Writer:
         return self.graph(
             'AveragePool' if op.average else 'MaxPool', source.name, kernel_shape=[op.kernel] * 2,
             strides=[op.stride] * 2, pads=[op.padding, op.padding, *ends])
+
+    def _blur(self, op: BlurOp, source: _Map, shape: _Shape) -> str:
+        graph, height, width = self.graph, *source.shape[1:]
+        # The number of channels is known at run time, so that each is an image of a batch.
+        images = graph('Reshape', source.name, graph.constant([-1, 1, height, width]))
+        padded = graph('Pad', images, graph.constant([0, 0, *[op.padding] * 2] * 2), mode='reflect')
+        weight = torch.outer(binomial(op.kernel), binomial(op.kernel)).float()[None, None]
+        name = graph('Conv', padded, graph.constant(weight), kernel_shape=weight.shape[2:], strides=[op.stride] * 2)
+        return graph('Reshape', name, graph.constant([1, -1, *shape[1:]]))
+
+    def _channel_conv(self, op: ChannelConvOp, source: _Map, shape: _Shape) -> str:
+        line = self.graph('Reshape', source.name, self.graph.constant([1, 1, -1]))
+        weight = op.weight.detach()[None, None]
+        name = self.graph(
+            'Conv', line, self.graph.constant(weight), kernel_shape=weight.shape[2:], pads=[len(op.weight) // 2] * 2)
+        return self.graph('Reshape', name, self.graph.constant([1, *shape]))
+
+    def _scale(self, op: ScaleOp, source: _Map, shape: _Shape) -> str:
+        factors = self.graph('Sigmoid', self._maps[op.factors].name)
+        return self._end(op, self.graph('Mul', source.name, factors), shape)
 
     def _adaptive_pool(self, op: AdaptivePoolOp, source: _Map, shape: _Shape) -> str:
         if op.bins == 1:
@@ -233,7 +296,8 @@ class _Writer:
 
 _WRITERS: Dict[type, Callable[..., str]] = {
     ConvOp: _Writer._conv, PoolOp: _Writer._pool, AdaptivePoolOp: _Writer._adaptive_pool, ConcatOp: _Writer._concat,
-    SubsampleOp: _Writer._subsample}
+    SubsampleOp: _Writer._subsample, BlurOp: _Writer._blur, ChannelConvOp: _Writer._channel_conv,
+    ScaleOp: _Writer._scale}
 
 
 def _is_product(op: ConvOp) -> bool:

@@ -1,10 +1,10 @@
-"""MACs of a program as a function of the number of open channels per gate
+"""MACs of a program as a function of its counts: open channels per gate, and open pairs per grouped convolution
 
 The MAC convention is that of `timm_gated.count_macs`: an accelerated network reports the MACs of the original network.
 """
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from ..layers import Macs
 from .program import (
     AdaptivePoolOp,
+    BlurOp,
+    ChannelConvOp,
     ConcatOp,
     ConvOp,
     DequantizeOp,
@@ -23,8 +25,10 @@ from .program import (
     PoolOp,
     Program,
     QuantizeOp,
+    ScaleOp,
     SkipOp,
     SubsampleOp,
+    counts_pairs,
 )
 
 __all__ = ['Cost', 'ProgramCost', 'output_shape', 'without_data']
@@ -36,14 +40,14 @@ _MAX_SIZES = 16  # cached image sizes
 class Cost:
     """MACs per image for one image size.
 
-    Gated MACs are grouped by the one or two gates whose numbers of open channels they are proportional to.
+    Gated MACs are grouped by the one or two counts that they are proportional to (`Program.num_counts`).
 
     Attributes:
         dense: MACs of the dense network.
         fixed: MACs that do not depend on gates, plus those of the gates.
-        first: First gate per group.
-        second: Second gate per group, or the number of gates if there is none.
-        macs: MACs per group for one open channel of each gate.
+        first: First count per group.
+        second: Second count per group, or the number of counts if there is none.
+        macs: MACs per group if each count is one.
         network: MACs of a batch through the complete network, the head included.
     """
     dense: int
@@ -54,8 +58,8 @@ class Cost:
     network: Optional[Macs] = None
 
     def used(self, num_open: torch.Tensor) -> torch.Tensor:
-        """Return the MACs per image, [N], int64, for the number of open channels per gate, [N, gates]."""
-        counts = F.pad(num_open.long(), (0, 1), value=1)  # a factor of 1 for groups with one gate
+        """Return the MACs per image, [N], int64, for the counts of each image, [N, counts]."""
+        counts = F.pad(num_open.long(), (0, 1), value=1)  # a factor of 1 for groups with one count
         products = counts.index_select(1, self.first) * counts.index_select(1, self.second)
         return (products * self.macs).sum(1) + self.fixed
 
@@ -69,7 +73,8 @@ class ProgramCost:
 
     def __init__(self, program: Program) -> None:
         self.in_channels = program.in_channels
-        self.num_gates = program.num_gates
+        self.num_counts = program.num_counts
+        self._num_gates = program.num_gates
         self._ops = [without_data(op) for op in program.ops]
         self._costs: Dict[Tuple[int, int], Cost] = {}
 
@@ -89,13 +94,13 @@ class ProgramCost:
         Args:
             height: Height of the image.
             width: Width of the image.
-            num_open: Number of open channels by gate.
+            num_open: Counts of an image.
         """
         rows = []
         for step in self._walk(height, width):
             macs = step.macs + step.overhead
-            for gate, channels in step.gates.items():
-                macs = macs // channels * num_open[gate]
+            for count, most in step.counts.items():
+                macs = macs // most * num_open[count]
             size = '' if step.shape is None else f' @ {step.shape[1]} x {step.shape[2]}'
             rows.append((getattr(step.op, 'name', ''), _describe(step.op) + size, macs))
         return rows
@@ -106,13 +111,13 @@ class ProgramCost:
         for step in self._walk(height, width):
             dense += step.macs
             fixed += step.overhead
-            if step.gates:
-                if len(step.gates) > 2:  # not compiled from a network
+            if step.counts:
+                if len(step.counts) > 2:  # not compiled from a network
                     raise ValueError('MACs of convolutions with more than two gates cannot be counted.')
                 macs = step.macs
-                for size in step.gates.values():
-                    macs //= size
-                first, second, *_ = (*step.gates, self.num_gates)
+                for most in step.counts.values():
+                    macs //= most
+                first, second, *_ = (*step.counts, self.num_counts)
                 group = first, second
                 groups[group] = groups.get(group, 0) + macs
             else:
@@ -126,6 +131,7 @@ class ProgramCost:
         sizes: Dict[int, int] = {}  # number of channels by gate
         pooled: Set[int] = set()  # maps whose pooling is already counted
         skipping: List[int] = []  # gates of the next convolutions that may be skipped
+        pairs = self._num_gates  # next count of pairs
         for op in self._ops:
             step = _Step(op)
             if isinstance(op, GateOp):
@@ -140,35 +146,45 @@ class ProgramCost:
                 pooled.discard(op.target)
                 if isinstance(op, ConvOp):
                     step.macs = op.weight.numel() * step.shape[1] * step.shape[2]
-                    gates = (op.gate_in, op.gate_out, *skipping[:1])
-                    step.gates = {gate: sizes[gate] for gate in gates if gate is not None}
+                    gates = (op.gate_in, op.gate_out)
+                    if counts_pairs(op):
+                        step.counts[pairs] = op.weight.shape[0] * op.weight.shape[1]
+                        gates, pairs = (None, None), pairs + 1
+                    step.counts.update({gate: sizes[gate] for gate in (*gates, *skipping[:1]) if gate is not None})
                     skipping = skipping[1:]
+                elif isinstance(op, ChannelConvOp):
+                    step.macs = step.shape[0] * len(op.weight)
+                elif isinstance(op, BlurOp):  # a depthwise convolution of all channels
+                    step.macs = math.prod(step.shape) * op.kernel ** 2
             yield step
 
 
 @dataclass
 class _Step:
-    """An operation with the shape of its output, its MACs with all gates open, and the sizes of its gates.
+    """An operation with the shape of its output, its MACs with all gates open, and the counts they are proportional to.
 
-    The MACs of gates are overhead.
+    `counts` has the largest value of each count. The MACs of gates are overhead.
     """
     op: Op
     shape: Optional[Tuple[int, int, int]] = None
     macs: int = 0
     overhead: int = 0
-    gates: Dict[int, int] = field(default_factory=dict)
+    counts: Dict[int, int] = field(default_factory=dict)
 
 
 def _describe(op: Op) -> str:
     if isinstance(op, ConvOp):
-        c_out, c_in, kernel = op.weight.shape[:3]
+        c_out, c_in, kernel = op.weight.shape[0], op.weight.shape[1] * op.groups, op.weight.shape[2]
         options = [
+            f'{op.groups} groups' if op.groups > 1 else '',
             f'stride {op.stride}' if op.stride > 1 else '', f'dilation {op.dilation}' if op.dilation > 1 else '',
             'gated' if op.gate_in is not None or op.gate_out is not None else '']
         kind = 'int8 conv' if isinstance(op, (Int8ConvOp, Int8LinearOp)) else 'conv'
         return ' '.join(filter(None, (f'{kind} {kernel} x {kernel}, {c_in} to {c_out}', *options)))
     if isinstance(op, GateOp):
         return f'gate, {len(op.weight2)} channels'
+    if isinstance(op, ChannelConvOp):
+        return f'conv over channels {len(op.weight)}'
     return type(op).__name__.removesuffix('Op').lower()
 
 
@@ -193,7 +209,7 @@ def output_shape(op: Any, *sources: Tuple[int, int, int]) -> Tuple[int, int, int
         return channels + op.before + op.after, -(-height // op.stride), -(-width // op.stride)
     if isinstance(op, AdaptivePoolOp):
         return channels, op.bins, op.bins
-    if isinstance(op, (QuantizeOp, DequantizeOp)):
+    if isinstance(op, (QuantizeOp, DequantizeOp, ChannelConvOp, ScaleOp)):
         return channels, height, width
     if isinstance(op, ConvOp):
         reach = op.dilation * (op.weight.shape[2] - 1) + 1
@@ -203,9 +219,9 @@ def output_shape(op: Any, *sources: Tuple[int, int, int]) -> Tuple[int, int, int
     return channels, sides[0], sides[1]
 
 
-def _pooled_side(op: PoolOp, side: int) -> int:
+def _pooled_side(op: Union[PoolOp, BlurOp], side: int) -> int:
     beyond = side + 2 * op.padding - op.kernel
-    if not op.ceil_mode:
+    if isinstance(op, BlurOp) or not op.ceil_mode:
         return beyond // op.stride + 1
     pooled = -(-beyond // op.stride) + 1
     return pooled - 1 if (pooled - 1) * op.stride >= side + op.padding else pooled  # no window starts in the padding

@@ -47,7 +47,7 @@ def quantize_slow_layers(
 
 def _times(runner: NativeRunner, program: Program, image: torch.Tensor) -> List[float]:
     """Milliseconds of each convolution."""
-    num_open = torch.empty(1, program.num_gates, dtype=torch.int32)
+    num_open = torch.empty(1, program.num_counts, dtype=torch.int32)
     times = runner.profile(image, num_open, _RUNS)
     return [ms for op, (_, ms) in zip(program.ops, times, strict=True) if isinstance(op, ConvOp)]
 

@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 
 from .cost import without_data
-from .program import Int8ConvOp, Int8LinearOp, Op, OutputOp, Program, QuantizeOp, check_images
+from .program import ChannelConvOp, Int8ConvOp, Int8LinearOp, Op, OutputOp, Program, QuantizeOp, check_images
 from .serialize import Network, decode, encode
 
 __all__ = ['NativeRunner', 'fma_peak', 'instruction_sets', 'why_not']
@@ -112,7 +112,7 @@ def _check(result: Any, failed: bool) -> Any:
     return result
 
 
-_KEPT = (Int8ConvOp, Int8LinearOp, QuantizeOp)
+_KEPT = (ChannelConvOp, Int8ConvOp, Int8LinearOp, QuantizeOp)  # tensors that are small or not packed
 
 
 class _Model:
@@ -155,9 +155,9 @@ class NativeRunner:
 
     def __init__(self, program: Program, isa: Optional[str] = None) -> None:
         _get()
-        # Weights are packed and can be unpacked, except those in int8, which are small.
         self._ops = [op if isinstance(op, _KEPT) else without_data(op) for op in program.ops]
         self._in_channels, self._num_maps, self._num_gates = program.in_channels, program.num_maps, program.num_gates
+        self._num_counts = program.num_counts
         self._chosen_isa = isa
         self.isa = isa or instruction_sets()[0]
         self.last_size: Optional[Tuple[int, int]] = None
@@ -198,7 +198,7 @@ class NativeRunner:
 
         Args:
             images: Batch of images.
-            num_open: Output tensor for the number of open channels per image and gate, [N, gates], int32.
+            num_open: Output tensor for the counts of each image, [N, counts], int32.
             only_last: Whether to return the last map alone, in a list.
             is_open: Output tensor for the decisions, [N, channels of all gates], bool.
         """
@@ -225,6 +225,7 @@ class NativeRunner:
     ) -> List[torch.Tensor]:
         library, model = _get(), self._model.pointer
         count, _, height, width = images.shape
+        assert num_open is None or num_open.shape == (count, self._num_counts)
         results = []
         size = (c_int * 3)()
         pointers = (c_void_p * self._num_outputs)()  # NULL: not wanted
@@ -243,7 +244,7 @@ class NativeRunner:
 
         Args:
             image: Batch of one image.
-            num_open: Output tensor for the number of open channels per gate, [1, gates], int32.
+            num_open: Output tensor for the counts of the image, [1, counts], int32.
             runs: Number of runs after a first one.
 
         Returns:

@@ -9,9 +9,9 @@ from typing import Any, Dict, NoReturn, Optional, Sequence, Set, Tuple, Union
 import torch
 
 __all__ = [
-    'AdaptivePoolOp', 'ConcatOp', 'ConvOp', 'DequantizeOp', 'GateOp', 'INT8_DEPTH', 'INT8_WEIGHT', 'Int8ConvOp',
-    'Int8LinearOp', 'Op', 'OutputOp', 'PoolOp', 'Program', 'QuantizeOp', 'SkipOp', 'SubsampleOp', 'check_images',
-    'pads_same',
+    'AdaptivePoolOp', 'BlurOp', 'ChannelConvOp', 'ConcatOp', 'ConvOp', 'DequantizeOp', 'GateOp', 'INT8_DEPTH',
+    'INT8_WEIGHT', 'Int8ConvOp', 'Int8LinearOp', 'Op', 'OutputOp', 'PoolOp', 'Program', 'QuantizeOp', 'ScaleOp',
+    'SkipOp', 'SubsampleOp', 'check_images', 'counts_pairs', 'pads_same',
 ]
 
 # Limits of the native kernels (csrc/network.h)
@@ -30,7 +30,8 @@ INT8_RATIO = 2 ** 20
 class ConvOp:
     """Convolution with bias, optionally followed by a shortcut and a ReLU.
 
-    Gates select the input channels (`gate_in`) and the output channels (`gate_out`) that are computed.
+    Gates select the input channels (`gate_in`) and the output channels (`gate_out`) that are computed. With `groups`,
+    the channels of a gate are those of all groups, one group after the other.
     """
     source: int
     target: int
@@ -43,6 +44,7 @@ class ConvOp:
     residual: Optional[int] = None
     gate_in: Optional[int] = None
     gate_out: Optional[int] = None
+    groups: int = 1
     name: str = ''
 
 
@@ -64,7 +66,7 @@ class GateOp:
 
 @dataclass
 class PoolOp:
-    """Max pooling, or average pooling that excludes the padding."""
+    """Max pooling, or average pooling that excludes the padding. A gate of the source is one of the target."""
     source: int
     target: int
     average: bool
@@ -80,6 +82,42 @@ class AdaptivePoolOp:
     source: int
     target: int
     bins: int
+
+
+@dataclass
+class BlurOp:
+    """Blur pooling: a binomial filter of `kernel` x `kernel` taps, with a reflected border of `padding` pixels.
+
+    A gate of the source is one of the target.
+    """
+    source: int
+    target: int
+    kernel: int
+    stride: int
+    padding: int
+    name: str = ''
+
+
+@dataclass
+class ChannelConvOp:
+    """Convolution over the channels of a map of one pixel, with zeros around them. The weight has an odd length."""
+    source: int
+    target: int
+    weight: torch.Tensor
+    name: str = ''
+
+
+@dataclass
+class ScaleOp:
+    """Multiplication of a map with the sigmoid of `factors`, a map of one pixel.
+
+    Optionally followed by a shortcut and a ReLU.
+    """
+    source: int
+    factors: int
+    target: int
+    residual: Optional[int] = None
+    relu: bool = False
 
 
 @dataclass
@@ -170,7 +208,8 @@ class Int8LinearOp(ConvOp):
 
 
 Op = Union[
-    ConvOp, GateOp, PoolOp, AdaptivePoolOp, ConcatOp, SubsampleOp, SkipOp, OutputOp, QuantizeOp, DequantizeOp]
+    ConvOp, GateOp, PoolOp, AdaptivePoolOp, BlurOp, ChannelConvOp, ScaleOp, ConcatOp, SubsampleOp, SkipOp, OutputOp,
+    QuantizeOp, DequantizeOp]
 
 
 def pads_same(op: ConvOp) -> bool:
@@ -180,6 +219,15 @@ def pads_same(op: ConvOp) -> bool:
         op: Convolution.
     """
     return op.padding * 2 == op.dilation * (op.weight.shape[2] - 1)
+
+
+def counts_pairs(op: Any) -> bool:
+    """Whether the MACs of an operation depend on how many pairs of an open input and output share a group.
+
+    Args:
+        op: Operation.
+    """
+    return isinstance(op, ConvOp) and op.groups > 1 and op.gate_in is not None and op.gate_out is not None
 
 
 @dataclass(frozen=True)
@@ -206,6 +254,11 @@ class Program:
         _check_int('program', 'num_gates', self.num_gates, 0)
         _Validator(self).run()
 
+    @property
+    def num_counts(self) -> int:
+        """Number of counts per image: open channels by gate, then open pairs by operation that counts them."""
+        return self.num_gates + sum(map(counts_pairs, self.ops))
+
 
 def _check_int(where: str, name: str, value: Any, low: int, high: int = _MAX_SIZE) -> None:
     if type(value) is not int or not low <= value <= high:
@@ -216,11 +269,12 @@ def _check_int(where: str, name: str, value: Any, low: int, high: int = _MAX_SIZ
 class _Map:
     """A map that has been written; with a gate, it holds only the channels that the gate has open.
 
-    `zero` is that of a uint8 map.
+    `zero` is that of a uint8 map. `is_pixel` is whether it has one pixel for images of any size.
     """
     channels: int
     gate: Optional[int] = None
     zero: Optional[int] = None
+    is_pixel: bool = False
 
 
 class _Validator:
@@ -253,6 +307,12 @@ class _Validator:
                 self._check_pool(op)
             elif isinstance(op, AdaptivePoolOp):
                 self._check_adaptive_pool(op)
+            elif isinstance(op, BlurOp):
+                self._check_blur(op)
+            elif isinstance(op, ChannelConvOp):
+                self._check_channel_conv(op)
+            elif isinstance(op, ScaleOp):
+                self._check_scale_op(op)
             elif isinstance(op, ConcatOp):
                 self._check_concat(op)
             elif isinstance(op, SubsampleOp):
@@ -303,10 +363,13 @@ class _Validator:
     def _check_conv(self, op: ConvOp) -> None:
         if op.weight.ndim != 4:
             self._fail(f'weight must have 4 dimensions, got the shape {tuple(op.weight.shape)}')
-        c_out, c_in, kernel = op.weight.shape[:3]
-        self._shape(op, 'weight', c_out, c_in, kernel, kernel)
+        c_out, per_group, kernel = op.weight.shape[:3]
+        c_in = per_group * self._int(op, 'groups', 1)
+        self._shape(op, 'weight', c_out, per_group, kernel, kernel)
         self._shape(op, 'bias', c_out)
         _check_int(self.where, 'number of output channels', c_out, 1)
+        if c_out % op.groups:
+            self._fail(f'{c_out} output channels cannot be split into {op.groups} groups')
         _check_int(self.where, 'kernel size', kernel, 1, _MAX_KERNEL)
         self._int(op, 'stride', 1, _MAX_KERNEL)
         self._int(op, 'dilation', 1)
@@ -317,13 +380,17 @@ class _Validator:
                 self._fail(f'{name} {gate} has {self.gates[gate]} channels, the convolution has {channels}')
         self._check_channels(op.source, self._read('source', op.source, op.gate_in), c_in)
         self._check_target(op, op.source, op.residual)
+        if op.residual is not None and op.gate_out is not None:
+            self._fail(f'residual {op.residual} cannot be added under gate_out {op.gate_out}')
+        self._check_residual(op, c_out)
+        is_pixel = self.maps[op.source].is_pixel and kernel == 1 and op.padding == 0
+        self.maps[op.target] = _Map(c_out, op.gate_out, is_pixel=is_pixel)
+
+    def _check_residual(self, op: Any, channels: int) -> None:
         if op.residual is not None:
-            if op.gate_out is not None:
-                self._fail(f'residual {op.residual} cannot be added under gate_out {op.gate_out}')
-            channels = self._read('residual', op.residual)
-            if channels != c_out:
-                self._fail(f'residual {op.residual} has {channels} channels, the convolution has {c_out}')
-        self.maps[op.target] = _Map(c_out, op.gate_out)
+            known = self._read('residual', op.residual)
+            if known != channels:
+                self._fail(f'residual {op.residual} has {known} channels, the output has {channels}')
 
     def _check_float(self, *numbers: Optional[int]) -> None:
         for number in numbers:
@@ -363,7 +430,7 @@ class _Validator:
         self._check_conv(op)
         self._check_float(op.source)
         options = op.weight.shape[2], op.stride, op.dilation, op.padding, op.relu, op.residual, op.gate_in, op.gate_out
-        if options != (1, 1, 1, 0, False, None, None, None):
+        if options != (1, 1, 1, 0, False, None, None, None) or op.groups > 1:
             self._fail('only a plain 1 x 1 convolution is a linear layer')
         self._shape(op, 'multiplier', len(op.weight))
         self._check_tensor('weight', op.weight, torch.int8, INT8_WEIGHT, -INT8_WEIGHT)
@@ -381,6 +448,8 @@ class _Validator:
             self._fail(f'source {op.source} is gated, so its zero must be 0, got {source_zero}')
         if op.stride == 1 and not pads_same(op):
             self._fail(f'padding {op.padding} changes the size of the map')
+        if op.groups > 1:
+            self._fail(f'groups must be 1 in int8, got {op.groups}')
         if op.stride > 1 and op.dilation > 1:
             self._fail(f'stride {op.stride} and dilation {op.dilation} cannot be combined in int8')
         c_out, c_in, kernel = op.weight.shape[:3]
@@ -419,11 +488,48 @@ class _Validator:
         self._int(op, 'kernel', 1, _MAX_KERNEL)
         self._int(op, 'stride', 1, _MAX_KERNEL)
         self._int(op, 'padding', 0, op.kernel // 2)
-        channels = self._read('source', op.source)
-        if op.average:
+        known = self._read_under_any_gate(op.source)
+        if op.average or known.gate is not None:
             self._check_float(op.source)
         self._check_target(op, op.source)
-        self.maps[op.target] = _Map(channels, zero=self.maps[op.source].zero)
+        self.maps[op.target] = _Map(known.channels, known.gate, known.zero)
+
+    def _read_under_any_gate(self, source: Any) -> _Map:
+        known = self.maps.get(source) if type(source) is int else None
+        self._read('source', source, None if known is None else known.gate)
+        return self.maps[source]
+
+    def _check_blur(self, op: BlurOp) -> None:
+        self._int(op, 'kernel', 1, _MAX_KERNEL)
+        self._int(op, 'stride', 1, _MAX_KERNEL)
+        self._int(op, 'padding', 0, op.kernel)
+        known = self._read_under_any_gate(op.source)
+        self._check_float(op.source)
+        self._check_target(op, op.source)
+        self.maps[op.target] = _Map(known.channels, known.gate)
+
+    def _check_pixel(self, name: str, number: int) -> None:
+        if not self.maps[number].is_pixel:
+            self._fail(f'{name} {number} must be a map of one pixel, by average pooling')
+
+    def _check_channel_conv(self, op: ChannelConvOp) -> None:
+        if op.weight.ndim != 1 or len(op.weight) % 2 == 0 or len(op.weight) > _MAX_KERNEL:
+            self._fail(f'weight must have an odd length of at most {_MAX_KERNEL}, got {tuple(op.weight.shape)}')
+        channels = self._read('source', op.source)
+        self._check_pixel('source', op.source)
+        self._check_float(op.source)
+        self._check_target(op, op.source)
+        self.maps[op.target] = _Map(channels, is_pixel=True)
+
+    def _check_scale_op(self, op: ScaleOp) -> None:
+        channels, factors = self._read('source', op.source), self._read('factors', op.factors)
+        if factors != channels:
+            self._fail(f'factors {op.factors} has {factors} channels, the source has {channels}')
+        self._check_pixel('factors', op.factors)
+        self._check_residual(op, channels)
+        self._check_float(op.source, op.factors, op.residual)
+        self._check_target(op, op.source, op.factors, op.residual)
+        self.maps[op.target] = _Map(channels, is_pixel=self.maps[op.source].is_pixel)
 
     def _check_adaptive_pool(self, op: AdaptivePoolOp) -> None:
         self._int(op, 'bins', 1, _MAX_KERNEL)
@@ -431,7 +537,7 @@ class _Validator:
         if op.bins != 1:
             self._check_float(op.source)
         self._check_target(op, op.source)
-        self.maps[op.target] = _Map(channels)
+        self.maps[op.target] = _Map(channels, is_pixel=op.bins == 1)
 
     def _check_concat(self, op: ConcatOp) -> None:
         if not isinstance(op.sources, tuple) or not op.sources:

@@ -22,6 +22,7 @@ from .program import (
     INT8_RATIO,
     INT8_WEIGHT,
     AdaptivePoolOp,
+    BlurOp,
     ConcatOp,
     ConvOp,
     DequantizeOp,
@@ -33,6 +34,7 @@ from .program import (
     PoolOp,
     Program,
     QuantizeOp,
+    ScaleOp,
     SkipOp,
     SubsampleOp,
     pads_same,
@@ -65,7 +67,7 @@ def quantize(
 
 def _is_supported(op: ConvOp) -> bool:
     c_in, kernel = op.weight.shape[1:3]
-    if c_in * kernel ** 2 > INT8_DEPTH:
+    if op.groups > 1 or c_in * kernel ** 2 > INT8_DEPTH:
         return False
     return pads_same(op) if op.stride == 1 else op.dilation == 1
 
@@ -73,13 +75,13 @@ def _is_supported(op: ConvOp) -> bool:
 def tied_convolutions(program: Program) -> List[Set[int]]:
     """Return the indices of the convolutions in sets that are quantised together, or not at all.
 
-    Convolutions are tied by a gated map between them, or by a skip of both.
+    Convolutions are tied by a gated map between them, pooled or not, or by a skip of both.
 
     Args:
         program: Program in float32.
     """
     tied: Dict[int, Set[int]] = {}  # by index
-    writers: Dict[int, int] = {}
+    writers = _gated_writers(program)
 
     def tie(*indices: int) -> None:
         together = set().union(*(tied[index] for index in indices))
@@ -92,30 +94,48 @@ def tied_convolutions(program: Program) -> List[Set[int]]:
         if isinstance(op, ConvOp):
             tied[index] = {index}
             if op.gate_in is not None:
-                tie(writers[op.source], index)
+                tie(writers[index], index)
             if index in skipped[1:]:
                 tie(index - 1, index)
-        if hasattr(op, 'target'):
-            writers[op.target] = index
     return [members for index, members in tied.items() if index == min(members)]
+
+
+def _gated_writers(program: Program) -> Dict[int, int]:
+    """Convolutions that write gated maps, by the operations that read these, pooled or not."""
+    gated: Dict[int, int] = {}  # convolution by map
+    found: Dict[int, int] = {}
+    for index, op in enumerate(program.ops):
+        writer = gated.get(getattr(op, 'source', IMAGE))
+        if writer is not None:
+            found[index] = writer
+        if hasattr(op, 'target'):
+            gated.pop(op.target, None)
+            if isinstance(op, ConvOp) and op.gate_out is not None:
+                gated[op.target] = index
+            elif isinstance(op, (PoolOp, BlurOp)) and writer is not None:
+                gated[op.target] = writer
+    return found
 
 
 def _float_convolutions(program: Program, kept: Set[int]) -> Set[int]:
     """Indices of the convolutions that stay in float32.
 
-    These are the ones that are not supported, those with gated outputs but no ReLU, those of single pixels, such as
-    classifiers, those that the caller keeps, and those that are tied to one of them.
+    These are the ones that are not supported, those with gated outputs but no ReLU or with pooled ones, those of single
+    pixels, such as classifiers and attention, those that the caller keeps, and those that are tied to one of them.
     """
     kept = set(kept)
-    writers: Dict[int, Op] = {}
+    kept.update(
+        writer for index, writer in _gated_writers(program).items() if isinstance(program.ops[index], (PoolOp, BlurOp)))
+    pixels: Set[int] = set()  # maps of a single pixel
     for index, op in enumerate(program.ops):
+        is_pixel = getattr(op, 'source', None) in pixels
         if isinstance(op, ConvOp):
-            writer = writers.get(op.source)
             has_any_sign = op.gate_out is not None and not op.relu  # gated maps have a zero of 0
-            if not _is_supported(op) or has_any_sign or (isinstance(writer, AdaptivePoolOp) and writer.bins == 1):
+            if not _is_supported(op) or has_any_sign or is_pixel:
                 kept.add(index)
         if hasattr(op, 'target'):
-            writers[op.target] = op
+            is_pixel = is_pixel or (isinstance(op, AdaptivePoolOp) and op.bins == 1)
+            (pixels.add if is_pixel else pixels.discard)(op.target)
     return set().union(*(tied for tied in tied_convolutions(program) if tied & kept))
 
 
@@ -126,8 +146,8 @@ def _classifier(program: Program) -> Optional[int]:
     pool, linear, output = program.ops[-3:]
     if not (isinstance(pool, AdaptivePoolOp) and isinstance(linear, ConvOp) and isinstance(output, OutputOp)):
         return None
-    is_linear = (linear.weight.shape[2], linear.stride, linear.padding, linear.relu, linear.residual) == (
-        1, 1, 0, False, None)
+    options = linear.weight.shape[2], linear.stride, linear.padding, linear.relu, linear.residual, linear.groups
+    is_linear = options == (1, 1, 0, False, None, 1)
     supported = linear.weight.shape[1] <= INT8_DEPTH
     return len(program.ops) - 2 if pool.bins == 1 and linear.source == pool.target and is_linear and supported else None
 
@@ -154,6 +174,10 @@ class _Rewriter:
                 self._skip(index, op)
             elif isinstance(op, ConcatOp):
                 self._add(index, replace(op, sources=tuple(self._form(source, False) for source in op.sources)))
+            elif isinstance(op, ScaleOp):
+                residual = None if op.residual is None else self._form(op.residual, False)
+                source, factors = self._form(op.source, False), self._form(op.factors, False)
+                self._add(index, replace(op, source=source, factors=factors, residual=residual))
             elif isinstance(op, (GateOp, OutputOp)):
                 self.ops.append(op)
             else:

@@ -3,22 +3,25 @@
 The weights are float32, folded and not packed: they are packed for the instruction set of the machine that loads them.
 A file holds no code and no pickle. Its content is checked like any other `Program`.
 
-Format, version 1. Integers are int64, weights float32, and -1 stands for none. Tensors:
+Format, version 2. Integers are int64, weights float32, and -1 stands for none. Tensors:
 
     network      [6]: version of the format; channels of the image; number of maps; number of gates; number of
                  operations at the end that are the classifier, 0 without one; form of the output, an index of FORMS
-    operations   [operations, 21]: one row per operation, in execution order. COLUMNS lists the columns: the index in
+    operations   [operations, 23]: one row per operation, in execution order. COLUMNS lists the columns: the index in
                  KINDS, then the attributes of the operation. Columns that its class does not have are -1.
     text         [bytes], uint8: JSON with the layer `names` of all operations, and the `keys` of the outputs if they
                  form a dict
     N.weight, …  tensors of operation N (from 0): `weight` and `bias` of a convolution, [out, in, kernel, kernel] and
                  [out]; `weight1`, `bias1`, `weight2` and `bias2` of a gate, [hidden, in], [hidden], [out, hidden] and
                  [out]; `sources` of a concatenation, the numbers of its maps, int64; `scale` of a quantisation, [1];
+                 `weight` of a convolution over channels, [kernel];
                  `weight`, int8, `bias`, int32, `multiplier`, `ratio` (with a shortcut) and `scale` of an int8
                  convolution; `weight`, int8, `bias`, `multiplier` and `scale` of an int8 linear layer
 
 These are sufficient to run the program. A network with a classifier has two outputs: the features and, after average
 pooling and a 1 x 1 convolution (absent without classes), the logits; its form is 'map'.
+
+Files of version 1 can be read: they have the first 20 columns, and convolutions without groups.
 
 `__metadata__` has one entry, `timm_gated`: the CRC-32 of all tensors, sorted by name, as eight hexadecimal digits. Of
 each tensor, it covers the name in UTF-8, the shape as int64, and the values.
@@ -40,6 +43,8 @@ from ..utils import explained, new_file
 from .compiler import as_dict, first_map
 from .program import (
     AdaptivePoolOp,
+    BlurOp,
+    ChannelConvOp,
     ConcatOp,
     ConvOp,
     DequantizeOp,
@@ -51,20 +56,22 @@ from .program import (
     PoolOp,
     Program,
     QuantizeOp,
+    ScaleOp,
     SkipOp,
     SubsampleOp,
 )
 
 __all__ = ['Network', 'checksum', 'decode', 'encode', 'load_network', 'save_network']
 
-VERSION = 1
+VERSION = 2
+_OLD_COLUMNS = 20  # of version 1
 KINDS: Tuple[Type[Any], ...] = (
     ConvOp, GateOp, PoolOp, AdaptivePoolOp, ConcatOp, SubsampleOp, SkipOp, OutputOp, QuantizeOp, DequantizeOp,
-    Int8ConvOp, Int8LinearOp)
+    Int8ConvOp, Int8LinearOp, BlurOp, ChannelConvOp, ScaleOp)
 COLUMNS = (
     'kind', 'source', 'target', 'residual', 'gate', 'gate_in', 'gate_out', 'kernel', 'stride', 'dilation', 'padding',
     'relu', 'average', 'ceil_mode', 'bins', 'align_corners', 'before', 'after', 'count', 'macs',
-    'zero')
+    'zero', 'groups', 'factors')
 FORMS = ('list', 'tuple', 'map', 'dict')  # of the output maps; 'map': the first one alone
 
 _METADATA = 'timm_gated'
@@ -111,8 +118,8 @@ def _is_classifier(ops: Sequence[Op], count: int) -> bool:
 
 
 def _is_linear(op: ConvOp) -> bool:
-    options = op.weight.shape[2], op.stride, op.padding, op.relu, op.residual, op.gate_in, op.gate_out
-    return options == (1, 1, 0, False, None, None, None)
+    options = op.weight.shape[2], op.stride, op.padding, op.relu, op.residual, op.gate_in, op.gate_out, op.groups
+    return options == (1, 1, 0, False, None, None, None, 1)
 
 
 def encode(network: Network) -> Dict[str, torch.Tensor]:
@@ -166,19 +173,30 @@ def decode(tensors: Mapping[str, torch.Tensor]) -> Network:
     """
     reader = _Reader(tensors)
     header = reader.integers('network')
-    if header[:1] != [VERSION]:
-        raise ValueError(f'the version of the format must be {VERSION}, got {header[:1]}.')
+    if header[:1] not in ([1], [VERSION]):
+        raise ValueError(f'the version of the format must be 1 or {VERSION}, got {header[:1]}.')
     if len(header) != 6:
         raise ValueError(f'network must have 6 values, got {len(header)}.')
     _, in_channels, num_maps, num_gates, classifier, form = header
-    flat = reader.integers('operations', len(COLUMNS))
-    rows = [flat[start:start + len(COLUMNS)] for start in range(0, len(flat), len(COLUMNS))]
+    num_columns = _OLD_COLUMNS if header[0] == 1 else len(COLUMNS)
+    flat = reader.integers('operations', num_columns)
+    rows = [flat[start:start + num_columns] for start in range(0, len(flat), num_columns)]
+    if num_columns == _OLD_COLUMNS:
+        rows = [_upgraded(row) for row in rows]
     names, keys = _texts(reader.tensor('text', torch.uint8), len(rows))
     ops = [reader.operation(index, row, name) for index, (row, name) in enumerate(zip(rows, names, strict=True))]
     reader.check_all_read()
     program = Program(in_channels, ops, num_maps, num_gates)
     num_outputs = sum(isinstance(op, OutputOp) for op in ops) - (classifier > 0)
     return Network(program, _assemble(form, keys, num_outputs), classifier)
+
+
+def _upgraded(row: List[int]) -> List[int]:
+    """A row of version 1 with all columns."""
+    upgraded = {**dict.fromkeys(COLUMNS, -1), **dict(zip(COLUMNS, row, strict=False))}
+    if upgraded['kind'] == KINDS.index(ConvOp):
+        upgraded['groups'] = 1
+    return list(upgraded.values())
 
 
 def _texts(text: torch.Tensor, num_operations: int) -> Tuple[List[str], Optional[list]]:

@@ -4,7 +4,8 @@ Runs on any device and does not need the native kernels. For each image, the ope
 and only those are convolved.
 """
 from dataclasses import dataclass, fields
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from math import comb
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 
 from .program import (
     AdaptivePoolOp,
+    BlurOp,
+    ChannelConvOp,
     ConcatOp,
     ConvOp,
     GateOp,
@@ -19,9 +22,11 @@ from .program import (
     OutputOp,
     PoolOp,
     Program,
+    ScaleOp,
     SkipOp,
     SubsampleOp,
     check_images,
+    counts_pairs,
 )
 
 __all__ = ['SlicedRunner']
@@ -41,7 +46,9 @@ class SlicedRunner(nn.Module):
         if unknown:
             raise ValueError(f'a quantised network needs the native backend ({type(unknown[0]).__name__}).')
         self.steps = nn.ModuleList(_STEPS[type(op)](op) for op in program.ops)
-        sizes = {op.gate: len(op.weight2) for op in program.ops if isinstance(op, GateOp)}
+        self._counts_pairs = [index for index, op in enumerate(program.ops) if counts_pairs(op)]
+        self._target_gates = _target_gates(program.ops)
+        self._gate_sizes = sizes = {op.gate: len(op.weight2) for op in program.ops if isinstance(op, GateOp)}
         self._first_channels = {gate: sum(sizes[other] for other in sizes if other < gate) for gate in sizes}
 
     @property
@@ -60,7 +67,7 @@ class SlicedRunner(nn.Module):
 
         Args:
             images: Batch of images.
-            num_open: Output tensor for the number of open channels per image and gate, [N, gates], int32.
+            num_open: Output tensor for the counts of each image, [N, counts], int32.
             is_open: Output tensor for the decisions, [N, channels of all gates], bool.
         """
         check_images(images, self._in_channels)
@@ -73,6 +80,9 @@ class SlicedRunner(nn.Module):
             if num_open is not None:
                 for gate, opened in state.opened.items():
                     num_open[index, gate] = len(opened)
+                for place, step in enumerate(self._counts_pairs, self._num_gates):
+                    steps: Any = self.steps
+                    num_open[index, place] = steps[step].num_pairs(state)
             if is_open is not None:
                 is_open[index] = False
                 for gate, opened in state.opened.items():
@@ -99,9 +109,18 @@ class SlicedRunner(nn.Module):
             skipped = step(state) or 0
             index += skipped
             if observe is not None and hasattr(step, 'target') and (skipped or not isinstance(step, _Skip)):
-                observe(index, _with_closed(state, step))
+                observe(index, self._with_closed(state, index, step.target))
             index += 1
         return state
+
+    def _with_closed(self, state: 'State', index: int, target: int) -> torch.Tensor:
+        """The map that an operation has written, with all channels."""
+        values, gate = state.maps[target], self._target_gates[index]
+        if gate is None:
+            return values
+        complete = values.new_zeros(len(values), self._gate_sizes[gate], *values.shape[2:])
+        complete[:, state.opened[gate]] = values
+        return complete
 
 
 @dataclass
@@ -112,14 +131,15 @@ class State:
     outputs: List[torch.Tensor]
 
 
-def _with_closed(state: State, step: Any) -> torch.Tensor:
-    """The map that a step has written, with all channels."""
-    values, gate = state.maps[step.target], getattr(step, 'gate_out', None)
-    if gate is None:
-        return values
-    complete = values.new_zeros(len(values), len(step.weight), *values.shape[2:])
-    complete[:, state.opened[gate]] = values
-    return complete
+def _target_gates(ops: Sequence[Op]) -> List[Optional[int]]:
+    """The gates of the maps that operations write."""
+    by_map: Dict[int, Optional[int]] = {}
+    found: List[Optional[int]] = []
+    for op in ops:
+        found.append(by_map.get(op.source) if isinstance(op, (PoolOp, BlurOp)) else getattr(op, 'gate_out', None))
+        if hasattr(op, 'target'):
+            by_map[op.target] = found[-1]
+    return found
 
 
 class _Step(nn.Module):
@@ -150,23 +170,81 @@ class _Conv(_Step):
     residual: Optional[int]
     gate_in: Optional[int]
     gate_out: Optional[int]
+    groups: int
 
     def forward(self, state: State) -> None:
-        weight, bias = self.weight, self.bias
-        if self.gate_out is not None:  # index_select is faster than indexing
-            weight, bias = (tensor.index_select(0, state.opened[self.gate_out]) for tensor in (weight, bias))
-        if self.gate_in is not None:
-            weight = weight.index_select(1, state.opened[self.gate_in])
-        x = state.maps[self.source]
-        if weight.shape[0] and weight.shape[1]:
-            y = F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation)
-        else:  # conv2d refuses empty weights
-            reach = self.dilation * (weight.shape[2] - 1) + 1
-            size = [(n + 2 * self.padding - reach) // self.stride + 1 for n in x.shape[2:]]
-            y = bias[None, :, None, None].repeat(len(x), 1, *size)
+        if self.groups > 1 and (self.gate_in is not None or self.gate_out is not None):
+            y = self._grouped(state)
+        else:
+            weight, bias = self.weight, self.bias
+            if self.gate_out is not None:  # index_select is faster than indexing
+                weight, bias = (tensor.index_select(0, state.opened[self.gate_out]) for tensor in (weight, bias))
+            if self.gate_in is not None:
+                weight = weight.index_select(1, state.opened[self.gate_in])
+            y = self._convolve(state.maps[self.source], weight, bias)
         if self.residual is not None:
             y += state.maps[self.residual]
         state.maps[self.target] = F.relu_(y) if self.relu else y
+
+    def _convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        if weight.shape[0] and weight.shape[1]:
+            return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        # conv2d refuses empty weights
+        reach = self.dilation * (weight.shape[2] - 1) + 1
+        size = [(n + 2 * self.padding - reach) // self.stride + 1 for n in x.shape[2:]]
+        return bias[None, :, None, None].repeat(len(x), 1, *size)
+
+    def _grouped(self, state: State) -> torch.Tensor:
+        """A convolution whose groups have as many inputs and outputs as the groups with the most open ones."""
+        x, kernel = state.maps[self.source], self.weight.shape[2]
+        inputs, outputs = self._channels(state, self.gate_in, 1), self._channels(state, self.gate_out, 0)
+        weight = self.weight.unflatten(0, (self.groups, -1))
+        bias = self.bias.unflatten(0, (self.groups, -1))
+        gathered = weight.new_zeros(self.groups, outputs.most, weight.shape[2], kernel, kernel)
+        gathered[outputs.group, outputs.slot] = weight[outputs.group, outputs.index]
+        slots = weight.new_zeros(self.groups, inputs.most, outputs.most, kernel, kernel)
+        slots[inputs.group, inputs.slot] = gathered.transpose(1, 2)[inputs.group, inputs.index]
+        biases = bias.new_zeros(self.groups, outputs.most)
+        biases[outputs.group, outputs.slot] = bias[outputs.group, outputs.index]
+        spread = x.new_zeros(len(x), self.groups * inputs.most, *x.shape[2:])
+        spread[:, inputs.group * inputs.most + inputs.slot] = x
+        y = self._convolve(spread, slots.transpose(1, 2).flatten(0, 1), biases.flatten())
+        return y[:, outputs.group * outputs.most + outputs.slot]
+
+    def _channels(self, state: State, gate: Optional[int], side: int) -> '_Channels':
+        size = self.weight.shape[1] if side else self.weight.shape[0] // self.groups
+        if gate is None:
+            return _Channels(torch.arange(size * self.groups, device=self.weight.device), size, self.groups)
+        return _Channels(state.opened[gate], size, self.groups)
+
+    def num_pairs(self, state: State) -> int:
+        """Number of pairs of an open input and an open output in the same group."""
+        counts = self._channels(state, self.gate_in, 1).counts * self._channels(state, self.gate_out, 0).counts
+        return int(counts.sum())
+
+
+class _Channels:
+    """Open channels of a grouped convolution.
+
+    Args:
+        opened: Numbers of the channels, ascending.
+        size: Number of channels per group.
+        groups: Number of groups.
+
+    Attributes:
+        group: Group of each channel.
+        index: Number of each channel in its group.
+        slot: The same among the open ones.
+        counts: Number of open channels per group.
+        most: The largest of them.
+    """
+
+    def __init__(self, opened: torch.Tensor, size: int, groups: int) -> None:
+        self.group, self.index = opened // size, opened % size
+        self.counts = torch.bincount(self.group, minlength=groups)
+        before = self.counts.cumsum(0) - self.counts
+        self.slot = torch.arange(len(opened), device=opened.device) - before[self.group]
+        self.most = int(self.counts.max())
 
 
 class _Gate(_Step):
@@ -190,12 +268,13 @@ class _Pool(_Step):
     ceil_mode: bool
 
     def forward(self, state: State) -> None:
-        x, size = state.maps[self.source], (self.kernel, self.stride, self.padding)
+        # Channels as a batch: torch pools a batch of 0, but not 0 channels.
+        x, size = state.maps[self.source].transpose(0, 1), (self.kernel, self.stride, self.padding)
         if self.average:
             y = F.avg_pool2d(x, *size, ceil_mode=self.ceil_mode, count_include_pad=False)
         else:
             y = F.max_pool2d(x, *size, ceil_mode=self.ceil_mode)
-        state.maps[self.target] = y
+        state.maps[self.target] = y.transpose(0, 1)
 
 
 class _AdaptivePool(_Step):
@@ -203,6 +282,49 @@ class _AdaptivePool(_Step):
 
     def forward(self, state: State) -> None:
         state.maps[self.target] = F.adaptive_avg_pool2d(state.maps[self.source], self.bins)
+
+
+class _Blur(_Step):
+    kernel: int
+    stride: int
+    padding: int
+
+    def forward(self, state: State) -> None:
+        x = state.maps[self.source]
+        weight = binomial(self.kernel).to(x)
+        y = F.pad(x.flatten(0, 1)[:, None], [self.padding] * 4, mode='reflect')  # channels as a batch
+        y = F.conv2d(y, torch.outer(weight, weight)[None, None], stride=self.stride)
+        state.maps[self.target] = y.view(*x.shape[:2], *y.shape[2:])
+
+
+def binomial(size: int) -> torch.Tensor:
+    """Return the coefficients of a binomial filter, whose sum is 1, in double precision.
+
+    Args:
+        size: Number of coefficients.
+    """
+    return torch.tensor([comb(size - 1, k) / 2 ** (size - 1) for k in range(size)], dtype=torch.float64)
+
+
+class _ChannelConv(_Step):
+    weight: torch.Tensor
+
+    def forward(self, state: State) -> None:
+        x = state.maps[self.source].flatten(1)[:, None]
+        y = F.conv1d(x, self.weight[None, None], padding=len(self.weight) // 2)
+        state.maps[self.target] = y[:, 0, :, None, None]
+
+
+class _Scale(_Step):
+    factors: int
+    residual: Optional[int]
+    relu: bool
+
+    def forward(self, state: State) -> None:
+        y = state.maps[self.source] * state.maps[self.factors].sigmoid()
+        if self.residual is not None:
+            y += state.maps[self.residual]
+        state.maps[self.target] = F.relu_(y) if self.relu else y
 
 
 class _Concat(_Step):
@@ -245,4 +367,5 @@ class _Output(_Step):
 
 _STEPS: Dict[Any, Any] = {
     ConvOp: _Conv, GateOp: _Gate, PoolOp: _Pool, AdaptivePoolOp: _AdaptivePool, ConcatOp: _Concat,
-    SubsampleOp: _Subsample, SkipOp: _Skip, OutputOp: _Output}
+    SubsampleOp: _Subsample, SkipOp: _Skip, OutputOp: _Output, BlurOp: _Blur, ChannelConvOp: _ChannelConv,
+    ScaleOp: _Scale}
