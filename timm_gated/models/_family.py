@@ -23,9 +23,10 @@ from timm.models.resnet import ResNet
 
 __all__ = ['RESNETS', 'first_conv', 'pretrained_cfgs', 'register_variants']
 
+LEFT_OUT = ('resnet50_gn',)
 RESNETS = [
     name for name in list_models(module='resnet')
-    if model_entrypoint(name).__module__ == ResNet.__module__ and not name.endswith('_gn')]
+    if model_entrypoint(name).__module__ == ResNet.__module__ and name not in LEFT_OUT]
 
 
 def pretrained_cfgs(name: str) -> Dict[str, PretrainedCfg]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 from timm.models import (
+    get_arch_name,
     is_model,
     is_model_pretrained,
     list_models,
@@ -52,7 +53,8 @@ def entry_points() -> Dict[str, Callable[..., Any]]:
 
 def list_weights() -> List[str]:
     """Names with tags of all pretrained weights of this package's models, packaged or on the hub."""
-    return list_pretrained(list(entry_points()))
+    own = entry_points()
+    return [name for name in list_pretrained() if get_arch_name(name) in own]
 
 
 def near_models(name: str) -> List[str]:
