@@ -7,7 +7,8 @@ from timm_gated.version import __version__ as __version__
 
 from . import compat  # noqa: F401, I001  (must precede all imports of mmseg)
 from . import heads as _heads  # noqa: F401  (registers the compilation of decode heads)
-from .backbones import GatedResNet, GatedResNetV1c, GatedResNetV1d, SlimResNet
+from . import int8 as _int8  # noqa: F401  (registers the batches of mmseg's loaders)
+from .backbones import GatedResNet, GatedResNetV1c, GatedResNetV1d, GatedResNeXt, SlimResNet, SlimResNeXt
 from .checkpoints import WholeFileBackend, load_from_safetensors, load_from_timm_gated
 from .datasets import CamVidDataset
 from .hooks import GateLossScheduleHook, GateStatisticsHook
@@ -24,11 +25,13 @@ __all__ = [
     'GateStatisticsHook',
     'GatedCascadeEncoderDecoder',
     'GatedEncoderDecoder',
+    'GatedResNeXt',
     'GatedResNet',
     'GatedResNetV1c',
     'GatedResNetV1d',
     'L0Loss',
     'MACsMetric',
+    'SlimResNeXt',
     'SlimResNet',
     'TimmGatedBackbone',
     'WholeFileBackend',

@@ -1,20 +1,22 @@
 """Gated ResNets as mmsegmentation backbones
 
-mmseg's ResNet, ResNetV1c and ResNetV1d with the channel gates of `timm_gated` in every block.
+mmseg's ResNet, ResNetV1c, ResNetV1d and ResNeXt with the channel gates of `timm_gated` in every block.
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
 Masks are applied to the input of the next convolution: after the ReLU and after plugins. Parameter names are mmseg's
-plus those of the gates, so dense checkpoints load by name.
+plus those of the gates, so dense checkpoints load by name: of a backbone, or of a network with one.
 
-`SlimResNet` is mmseg's ResNet with inner maps of any width, the result of `specialize`.
+`SlimResNet` and `SlimResNeXt` are mmseg's networks with inner maps of any width, the result of `specialize`.
 """
 import inspect
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Type, Union
 
 import torch
 import torch.nn as nn
 from mmseg.models.backbones.resnet import BasicBlock, Bottleneck, ResNet
+from mmseg.models.backbones.resnext import Bottleneck as ResNeXtBottleneck
+from mmseg.models.backbones.resnext import ResNeXt
 from mmseg.registry import MODELS
 from torch.utils.checkpoint import checkpoint
 
@@ -36,7 +38,11 @@ from timm_gated.models import check_depth, check_incoming
 from timm_gated.pruning import without_gates
 from timm_gated.utils import install
 
-__all__ = ['GatedResNet', 'GatedResNetV1c', 'GatedResNetV1d', 'SlimResNet', 'backbone_cfg']
+from .convert import take_backbone
+
+__all__ = [
+    'GatedResNeXt', 'GatedResNet', 'GatedResNetV1c', 'GatedResNetV1d', 'SlimResNeXt', 'SlimResNet', 'backbone_cfg',
+]
 
 _GATE_OPTIONS = ('hidden_channels', 'temperature', 'bias')
 
@@ -132,9 +138,14 @@ class GatedBottleneck(_GatedBlock, Bottleneck):
         return self.relu(self._recomputed(inner_forward, x))
 
 
-def _resnet_args(*args, **kwargs) -> Dict[str, Any]:
-    """Arguments of mmseg's ResNet by name."""
-    return dict(inspect.signature(ResNet).bind(*args, **kwargs).arguments)
+class GatedResNeXtBottleneck(GatedBottleneck, ResNeXtBottleneck):
+    """mmseg's Bottleneck of ResNeXt, whose second convolution is grouped, with one or two gated inner maps."""
+
+
+def _named_args(cls: Callable, *args, **kwargs) -> Dict[str, Any]:
+    """Arguments of mmseg's ResNet or ResNeXt by name."""
+    named = dict(inspect.signature(cls).bind(*args, **kwargs).arguments)
+    return {**named.pop('kwargs', {}), **named}
 
 
 @MODELS.register_module()
@@ -154,6 +165,7 @@ class GatedResNet(ResNet):
         depth: (GatedBasicBlock if block is BasicBlock else GatedBottleneck, layers)
         for depth, (block, layers) in ResNet.arch_settings.items()
     }
+    dense_cls: Type[ResNet] = ResNet
 
     def __init__(
             self,
@@ -168,7 +180,7 @@ class GatedResNet(ResNet):
         if unknown:
             raise ValueError(f'gate_cfg must have no keys but {", ".join(_GATE_OPTIONS)}, got {", ".join(unknown)}.')
         self._gate_args = dict(gated_maps=gated_maps, gate_cfg=gate_cfg)
-        self.resnet_args = _resnet_args(*args, **kwargs)
+        self.resnet_args = _named_args(self.dense_cls, *args, **kwargs)
         # mmseg zero-initialises the last norm of its own block classes only, not of subclasses.
         fresh = self.resnet_args.get('pretrained') is None and self.resnet_args.get('init_cfg') is None
         self._zero_init = fresh and self.resnet_args.get('zero_init_residual', True)
@@ -182,6 +194,7 @@ class GatedResNet(ResNet):
         return super().make_res_layer(**kwargs, **self._gate_args)
 
     def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *args) -> None:
+        take_backbone(self, state_dict, prefix)
         check_incoming(self, state_dict, prefix, ValueError)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -203,6 +216,15 @@ class GatedResNetV1d(GatedResNet):
 
 
 @MODELS.register_module()
+class GatedResNeXt(GatedResNet, ResNeXt):
+    """mmseg's ResNeXt with gated blocks. Arguments are those of ResNeXt and the keyword arguments of `GatedResNet`."""
+
+    arch_settings = {
+        depth: (GatedResNeXtBottleneck, layers) for depth, (_, layers) in ResNeXt.arch_settings.items()}
+    dense_cls = ResNeXt
+
+
+@MODELS.register_module()
 class SlimResNet(ResNet):
     """mmseg's ResNet with inner maps of any width; `deep_stem` and `avg_down` make it a ResNetV1c or V1d.
 
@@ -212,29 +234,40 @@ class SlimResNet(ResNet):
         **kwargs: Arguments of mmseg's ResNet.
     """
 
+    dense_cls: Type[ResNet] = ResNet
+
     def __init__(self, *args, inner_channels: Optional[Channels] = None, **kwargs) -> None:
         install()
-        self.resnet_args = _resnet_args(*args, **kwargs)
+        self.resnet_args = _named_args(self.dense_cls, *args, **kwargs)
         super().__init__(*args, **kwargs)
         narrow_maps(self, inner_channels)
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        take_backbone(self, state_dict, prefix)
         check_depth(self, state_dict, prefix, ValueError)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@MODELS.register_module()
+class SlimResNeXt(SlimResNet, ResNeXt):
+    """mmseg's ResNeXt with inner maps of any width. Arguments are those of ResNeXt and `inner_channels`."""
+
+    dense_cls = ResNeXt
 
 
 def backbone_cfg(backbone: Union[GatedResNet, SlimResNet]) -> Dict[str, Any]:
     """Config of a backbone, pruned or not, without its weights."""
     if not isinstance(backbone, (GatedResNet, SlimResNet)):
         raise ValueError(
-            f'a pruned backbone must be a GatedResNet, GatedResNetV1c, GatedResNetV1d or SlimResNet to be saved, got a '
-            f'{type(backbone).__name__}.')
+            f'to be saved, a pruned backbone must be a GatedResNet, GatedResNetV1c, GatedResNetV1d, GatedResNeXt, '
+            f'SlimResNet or SlimResNeXt, got a {type(backbone).__name__}.')
     args = {k: v for k, v in backbone.resnet_args.items() if k not in ('init_cfg', 'pretrained')}
     cfg = dict(args, inner_channels=inner_channels(backbone))
     if isinstance(backbone, GatedResNet):
         gate_args = {k: v for k, v in backbone._gate_args.items() if v is not None}
-        return dict(type='GatedResNet', **cfg, **gate_args, gated_channels=gated_channels(backbone))
-    return dict(type='SlimResNet', **cfg)
+        cfg.update(gate_args, gated_channels=gated_channels(backbone))
+    prefix = 'Gated' if isinstance(backbone, GatedResNet) else 'Slim'
+    return dict(type=prefix + backbone.dense_cls.__name__, **cfg)
 
 
 @without_gates.register
@@ -242,7 +275,8 @@ def _(network: GatedResNet) -> nn.Module:
     if gates(network):
         return network
     cfg = backbone_cfg(network)
-    slim = SlimResNet(**{k: v for k, v in cfg.items() if k not in ('type', 'gated_channels', *network._gate_args)})
+    slim_cls = SlimResNeXt if isinstance(network, GatedResNeXt) else SlimResNet
+    slim = slim_cls(**{k: v for k, v in cfg.items() if k not in ('type', 'gated_channels', *network._gate_args)})
     slim.load_state_dict(network.state_dict())
     slim.to(next(network.parameters()))
     for name, parameter in slim.named_parameters():

@@ -1,4 +1,4 @@
-"""`prune_static` and `specialize` for segmentors
+"""`prune_static`, `specialize` and `calibrate` for segmentors
 
 As in `timm_gated.pruning`, with mmseg's loaders and pixel accuracy. An image belongs to every class in its label map.
 mmseg's scripts test or fine-tune the result with the config of `pruned_config` and the pruned weights.
@@ -14,13 +14,13 @@ from mmseg.registry import DATASETS
 
 from timm_gated.analysis import Outcome
 from timm_gated.layers import gates
-from timm_gated.pruning import Pruned, check_classes, check_repeatable, prune_with
+from timm_gated.pruning import Calibrated, Pruned, calibrate_with, check_classes, check_repeatable, prune_with
 from timm_gated.utils import new_folder
 
 from .analysis import relabel, segmentation_outcome
 from .backbones import GatedResNet, backbone_cfg
 
-__all__ = ['prune_static', 'pruned_config', 'save', 'specialize']
+__all__ = ['calibrate', 'prune_static', 'pruned_config', 'save', 'specialize']
 
 _GATE_HOOKS = ('GateLossScheduleHook', 'GateStatisticsHook')
 
@@ -87,6 +87,28 @@ def specialize(
         adapt=adapt, eval_loader=None if eval_loader is None else _ImagesWith(eval_loader, classes))
 
 
+def calibrate(
+        model: nn.Module,
+        loader: Iterable[Any],
+        share: float = 0.6,
+        by: str = 'cost',
+        tolerance: float = 0.002,
+) -> Calibrated:
+    """Shift the thresholds of a segmentor's gates so that its average MACs, heads included, meet a share.
+
+    Args:
+        model: Segmentor with a gated backbone.
+        loader: Test loader of mmseg. It needs no annotations.
+        share: Average MACs as a share of those of the dense segmentor.
+        by: How the thresholds are shifted, see `timm_gated.calibrate`.
+        tolerance: Largest difference between `share` and the measured share.
+    """
+    def segment(network: Any, batch: Any) -> None:
+        network.test_step(batch)
+
+    return calibrate_with(model, segment, loader, share, by, tolerance)
+
+
 def pruned_config(cfg: Config, model: Any, classes: Optional[Sequence[int]] = None) -> Config:
     """Config of a pruned segmentor.
 
@@ -119,10 +141,10 @@ def pruned_config(cfg: Config, model: Any, classes: Optional[Sequence[int]] = No
 
 
 def save(model: nn.Module, cfg: Config, directory: Union[str, Path], classes: Optional[Sequence[int]] = None) -> None:
-    """Save a pruned segmentor as `config.py` and `weights.pth` in a new folder, for mmseg's scripts.
+    """Save a pruned or calibrated segmentor as `config.py` and `weights.pth` in a new folder, for mmseg's scripts.
 
     Args:
-        model: Pruned segmentor.
+        model: Pruned or calibrated segmentor.
         cfg: Config of the original segmentor.
         directory: Path of the folder.
         classes: Labels of a specialised segmentor.

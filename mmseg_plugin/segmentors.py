@@ -40,6 +40,14 @@ class _GatedSegmentor(nn.Module):
         for loss in self.gate_losses:
             loss.attach(self)  # type: ignore[operator]
 
+    def init_weights(self) -> None:
+        """Initialise as mmseg does. Weights of the segmentor replace those of its parts, which are then not read."""
+        if _is_pretrained(self):
+            for module in self.modules():
+                if module is not self and _is_pretrained(module):
+                    module.init_cfg = None  # type: ignore[assignment]
+        super().init_weights()  # type: ignore[misc]
+
     def loss(self, inputs: torch.Tensor, data_samples: Any) -> Dict[str, torch.Tensor]:
         """Compute mmseg's losses and the weighted gate losses; log their weights and the density of open gates."""
         losses = super().loss(inputs, data_samples)  # type: ignore[misc]
@@ -68,6 +76,12 @@ class _GatedSegmentor(nn.Module):
         for result, used in zip(results, macs.per_sample.tolist(), strict=True):
             result.set_metainfo(dict(macs=used, dense_macs=macs.dense))
         return results
+
+
+def _is_pretrained(module: Any) -> bool:
+    """Whether the `init_cfg` of a module names a checkpoint."""
+    given = getattr(module, 'init_cfg', None) or []
+    return any(cfg['type'] == 'Pretrained' for cfg in (given if isinstance(given, list) else [given]))
 
 
 @MODELS.register_module()

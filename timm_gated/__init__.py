@@ -57,17 +57,19 @@ from .models import (
     Suppression,
     TargetRate,
     checkpoint_filter_fn,
+    gate,
     list_gated_models,
     reinforce_loss,
     target_rate_loss,
 )
-from .pruning import Pruned, prune_static, specialize
+from .pruning import Calibrated, Pruned, calibrate, prune_static, specialize
 from .task import ObjectiveTask, extend_timm_tasks, protect_timm_checkpoints
 from .version import __version__
 
 __all__ = [
     'BatchShapingLoss',
     'Beta',
+    'Calibrated',
     'ChannelGate',
     'CifarResNet',
     'Gate',
@@ -105,6 +107,7 @@ __all__ = [
     'batch_shaping_loss',
     'beta_cdf',
     'budget_loss',
+    'calibrate',
     'check_pretrained',
     'checkpoint_filter_fn',
     'count_macs',
@@ -113,6 +116,7 @@ __all__ = [
     'export_program',
     'extend_timm_tasks',
     'force_gates',
+    'gate',
     'gates',
     'instruction_sets',
     'l0_loss',

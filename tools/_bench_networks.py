@@ -98,9 +98,7 @@ class Classifier(Network):
         # Without pruned maps, a slim_resnet50 equals timm's resnet50.
         self.dense_variant = gated.dense_variant.removeprefix('slim_')
         self.dense_args = {**gated.dense_args, 'num_classes': gated.num_classes}
-        # An entry point may have several widths, such as that of cifar_resnet20_w10.
-        width = model.removeprefix('gated_').removeprefix(self.dense_variant.removeprefix('cifar_'))
-        self.dense_name = self.dense_variant + width
+        self.dense_name = model.replace('gated_', 'cifar_' if self.dense_variant.startswith('cifar_') else '')
         self.data_cfg = gated.default_cfg
         height, width = gated.default_cfg['input_size'][1:]
         self.image_size = (height, width) if img_size is None else (img_size, img_size)

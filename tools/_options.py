@@ -5,11 +5,13 @@ errors in options are immediate. This module imports neither.
 """
 import argparse
 import ast
-from typing import Any, Sequence
+from typing import Any, Iterable, Iterator, Sequence
+
+from tqdm import tqdm
 
 __all__ = [
-    'add_data_options', 'add_model_options', 'add_segmentation_options', 'add_threshold_option', 'format_table',
-    'make_parser',
+    'Progress', 'add_data_options', 'add_model_options', 'add_segmentation_options', 'add_threshold_option',
+    'format_table', 'make_parser',
 ]
 
 
@@ -27,6 +29,22 @@ class KeyValues(argparse.Action):
             except (ValueError, SyntaxError):
                 parsed[key] = value
         setattr(namespace, self.dest, parsed)
+
+
+class Progress:
+    """Loader with a progress bar per pass.
+
+    Args:
+        loader: Batches.
+        name: Name of the bar.
+    """
+
+    def __init__(self, loader: Iterable[Any], name: str) -> None:
+        self.loader = loader
+        self.name = name
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(tqdm(self.loader, desc=self.name, unit='batch'))
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:

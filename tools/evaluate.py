@@ -5,7 +5,8 @@
     python tools/evaluate.py --model gated_resnet20 --checkpoint gated.pth cifar_resnet20=dense.pth \\
         --data-dir data/cifar10 --output runs/evaluation.json
     python tools/evaluate.py --model gated_resnet20.bas_c10 --pretrained --data-dir data/cifar10 --accelerate
-    python tools/evaluate.py --model gated_resnet20.bas_c10 --data-dir data/cifar10 --accelerate --precision int8
+    python tools/evaluate.py --model gated_resnet20.bas_c10 --data-dir data/cifar10 --accelerate --precision int8 \\
+        --calibration-crop-pct 0.8
 
 A checkpoint belongs to --model unless it is written as MODEL=FILE. Without one, the pretrained weights of --model are
 evaluated. tools/tradeoff.py draws the JSON file.
@@ -57,7 +58,10 @@ def calibration_images(network: nn.Module, args: argparse.Namespace) -> torch.Te
     import torch
 
     from timm_gated.analysis import create_data
-    dataset = create_data(network, argparse.Namespace(**{**vars(args), 'split': args.calibration_split})).loader.dataset
+    options = {**vars(args), 'split': args.calibration_split}
+    if args.calibration_crop_pct is not None:
+        options['crop_pct'] = args.calibration_crop_pct
+    dataset = create_data(network, argparse.Namespace(**options)).loader.dataset
     count = min(args.calibration_images, len(dataset))
     return torch.stack([dataset[index * len(dataset) // count][0] for index in range(count)])
 
@@ -234,6 +238,10 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument(
         '--calibration-split', default='train', metavar='NAME',
         help='split of these images (default: %(default)s)')
+    parser.add_argument(
+        '--calibration-crop-pct', type=float, metavar='X',
+        help='centre crop fraction of these images (default: as in evaluation); 0.8 for those of prepare_cifar10.py, '
+        'which are padded')
     add_model_options(parser)
     add_data_options(parser)
     args = parser.parse_args(argv)

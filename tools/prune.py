@@ -17,33 +17,22 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterable, Iterator, List, Optional, Sequence
+from typing import TYPE_CHECKING, Any, List, Optional, Sequence
 
 from _options import (
+    Progress,
     add_data_options,
     add_model_options,
     add_segmentation_options,
     add_threshold_option,
     make_parser,
 )
-from tqdm import tqdm
 
 if TYPE_CHECKING:
     import torch
     import torch.nn as nn
 
     from timm_gated.pruning import Pruned
-
-
-class Progress:
-    """Loader with a progress bar per pass."""
-
-    def __init__(self, loader: Iterable[Any], name: str) -> None:
-        self.loader = loader
-        self.name = name
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(tqdm(self.loader, desc=self.name, unit='batch'))
 
 
 def filters(pruned: Pruned, threshold: float) -> str:

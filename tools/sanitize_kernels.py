@@ -18,8 +18,8 @@ from _options import make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = (
-    'test_kernels.py', 'test_accelerate.py', 'test_accelerate_inputs.py', 'test_accelerate_random.py',
-    'test_accelerate_variants.py')
+    'test_kernels.py', 'test_int8.py', 'test_accelerate.py', 'test_accelerate_inputs.py', 'test_accelerate_random.py',
+    'test_accelerate_variants.py', 'test_int8_networks.py')
 
 
 def main() -> int:

@@ -33,9 +33,11 @@ def build(program: Path, sources: Sequence[Path], flags: Sequence[str]) -> Path:
 
 def output_of(program: Path, *args: Any) -> List[str]:
     """Run a program that must succeed and print nothing to stderr; returns the lines it prints."""
-    done = subprocess.run([*EMULATOR, program, *map(str, args)], capture_output=True, text=True)
+    # Errors may quote any bytes of a damaged file.
+    done = subprocess.run(
+        [*EMULATOR, program, *map(str, args)], capture_output=True, text=True, encoding='latin-1')
     assert done.returncode == 0 and not done.stderr, f'exit code {done.returncode}\n{done.stdout}\n{done.stderr}'
-    return done.stdout.splitlines()
+    return done.stdout.removesuffix('\n').split('\n') if done.stdout else []
 
 
 def numbered_images(*shape: int) -> torch.Tensor:

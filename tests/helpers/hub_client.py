@@ -1,6 +1,6 @@
 """Functions that tests/hub/test_hub_remote.py runs in a process whose hub client is connected to the test server"""
 from pathlib import Path
-from typing import Any, List, Optional
+from typing import Any, Dict, List, Optional
 
 import huggingface_hub.constants
 import timm
@@ -39,6 +39,19 @@ def run_from_hub(repo_id: str, **kwargs) -> List[Any]:
     """Outputs of a model that timm loads from the hub, as lists, which can be sent between processes."""
     model = timm.create_model(f'hf-hub:{repo_id}', pretrained=True, **kwargs).eval()
     return [tensor.tolist() for tensor in run(model)]
+
+
+def dense_tag(name: str, seed: int) -> bool:
+    """Whether the weights of a tag of timm are loaded under fresh gates."""
+    model: Any = timm.create_model(name, pretrained=True)
+    own, expected = model.state_dict(), dense_weights(name, seed)
+    return len(model.fresh_gates) == len(timm_gated.gates(model)) > 0 and all(
+        torch.equal(own[key], value) for key, value in expected.items())
+
+
+def dense_weights(name: str, seed: int) -> Dict[str, torch.Tensor]:
+    """Weights for the dense counterpart of a gated model."""
+    return create(name.removeprefix('gated_'), seed).state_dict()
 
 
 def snapshot_folder(repo_id: str, snapshot_dir: str) -> Optional[str]:

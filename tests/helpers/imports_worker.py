@@ -42,6 +42,8 @@ def snapshot() -> Dict[Tuple[str, str], Any]:
     found: Dict[Tuple[str, str], Any] = {}
     for owner, thing in owners():
         for key, value in list(vars(thing).items()):
+            if key == '__slotnames__':  # a cache of copyreg, which copies of configs fill
+                continue
             if not isinstance(value, CONTAINERS):
                 found[owner, key] = value
                 continue

@@ -5,7 +5,7 @@ from typing import Any, Dict, List
 import mmseg
 import numpy as np
 import torch
-from mmengine.config import ConfigDict
+from mmengine.config import Config, ConfigDict
 from mmengine.structures import PixelData
 from mmseg.registry import MODELS
 from mmseg.structures import SegDataSample
@@ -13,9 +13,11 @@ from paths import ROOT
 from PIL import Image
 
 SCRIPTS = Path(mmseg.__file__).parent / '.mim' / 'tools'  # mmseg's train.py and test.py
+CONFIGS = sorted((ROOT / 'configs' / 'mmseg').glob('[!_]*/*.py'))
+OTHERS = [path for path in CONFIGS if path.parent.name != 'pspnet']
 BASE = ROOT / 'configs' / 'mmseg' / 'pspnet' / 'gated-pspnet_r50-d8_1xb6-150k_cityscapes-448x672.py'
 
-# The paper's config with a small network and small images.
+# One of our configs with small images.
 CONFIG = """
 _base_ = [{base!r}]
 data_root = {data_root!r}
@@ -27,13 +29,16 @@ test_pipeline = [dict(type='LoadImageFromFile'), dict(type='LoadAnnotations'), d
 train_dataloader = dict(batch_size=2, dataset=dict(data_root=data_root, pipeline=train_pipeline), **loader)
 val_dataloader = dict(dataset=dict(data_root=data_root, pipeline=test_pipeline), **loader)
 test_dataloader = val_dataloader
+default_hooks = dict(logger=dict(interval=1), checkpoint=dict(interval=2))
+train_cfg = dict(val_interval=2)
+"""
+# The paper's config, `BASE`, with a small network.
+PSPNET = """
 model = dict(
     data_preprocessor=dict(size=(64, 64)),
     backbone=dict(depth=18),
     decode_head=dict(in_channels=512, channels=32),
     auxiliary_head=dict(in_channels=256, channels=16))
-default_hooks = dict(logger=dict(interval=1), checkpoint=dict(interval=2))
-train_cfg = dict(val_interval=2)
 custom_hooks = [
     dict(type='GateStatisticsHook'),
     dict(type='GateLossScheduleHook', loss_name='loss_batch_shaping', schedule='linear_anneal', begin=0, end=4)]
@@ -87,8 +92,29 @@ def samples(count: int, size: int) -> List[SegDataSample]:
         for _ in range(count)]
 
 
-def write_config(folder: Path) -> Path:
-    """Write a dataset in Cityscapes' layout (four training and three validation images) and a config for it."""
+def narrowed(path: Path) -> Dict[str, Any]:
+    """Settings that give the model of a config small images and an eighth of its channels.
+
+    Args:
+        path: Path of the config.
+    """
+    model = Config.fromfile(path).model
+    heads = {
+        name: {
+            key: [number // 8 for number in value] if isinstance(value, list) else value // 8
+            for key, value in model[name].items() if key.endswith('channels')}
+        for name in ('decode_head', 'auxiliary_head')}
+    return dict(data_preprocessor=dict(size=(64, 64)), backbone=dict(base_channels=8, stem_channels=8), **heads)
+
+
+def write_config(folder: Path, base: Path = BASE, settings: str = PSPNET) -> Path:
+    """Write a dataset in Cityscapes' layout (four training and three validation images) and a config for it.
+
+    Args:
+        folder: Folder to write to.
+        base: Config to inherit.
+        settings: Further lines of the config.
+    """
     data_root = folder / 'cityscapes'
     rng = np.random.default_rng(0)
     for split, count in (('train', 4), ('val', 3)):
@@ -102,5 +128,5 @@ def write_config(folder: Path) -> Path:
             Image.fromarray(rng.integers(0, 19, (64, 128), dtype=np.uint8)).save(
                 labels / f'town_{i:06d}_000000_gtFine_labelTrainIds.png')
     config = folder / 'config.py'
-    config.write_text(CONFIG.format(base=str(BASE), data_root=str(data_root)))
+    config.write_text(CONFIG.format(base=str(base), data_root=str(data_root)) + settings)
     return config

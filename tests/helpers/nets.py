@@ -10,10 +10,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from timm_gated import Gating, force_gates, gates, list_gated_models
 from timm_gated.models.fbs import SaliencyGate
+from timm_gated.models.gated_resnet import FIRST
 from timm_gated.models.gaternet import Gater
 
-# Every gated model of every method. New methods join all tests that are parametrised by these names.
-GATED = list_gated_models()
+# ResNets of timm that are gated by one mechanism. tests/models/test_variants.py is parametrised by these names.
+VARIANTS = [name for name in timm.list_models(module='gated_resnet') if name.removeprefix('gated_') not in FIRST]
+# Every other gated model of every method. New methods join all tests that are parametrised by these names.
+GATED = [name for name in list_gated_models() if name not in VARIANTS]
 IMAGENET_DEPTHS = (18, 34, 50, 101, 152)
 
 

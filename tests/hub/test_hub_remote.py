@@ -233,3 +233,11 @@ def test_a_gated_model_without_gates_is_not_pulled(hub, client, tmp_path):
     with pytest.raises(ValueError, match=r'weights in me/dense are not those of its config.*missing: layer1.0.gate1'):
         client(hub_client.pull, 'me/dense', tmp_path / 'folder')
     assert not (tmp_path / 'folder').exists()
+
+
+@pytest.mark.parametrize('name', ['gated_test_resnet.r160_in1k', 'gated_resnet10t.c3_in1k'])
+def test_tags_of_timm(hub, client, name):
+    """timm's dense weights under fresh gates, from timm's repository."""
+    hub.repositories[f'timm/{name.removeprefix("gated_")}'] = repository = Repository()
+    repository.commit({'model.safetensors': save(hub_client.dense_weights(name, 3))})
+    assert client(hub_client.dense_tag, name, 3)

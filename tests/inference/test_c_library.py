@@ -18,11 +18,24 @@ import torch
 from c_library import CSRC, EMULATOR, OPTIMIZED, SANITIZED, SOURCES, build, numbered_images, output_of
 from effort import TIMES
 from hypothesis import assume, given
+from int8_programs import int8_programs
+from int8_reference import run_reference
 from mutations import mutate
 from paths import ROOT
 from programs import programs
 from safetensors.torch import load as load_tensors
-from saved_networks import NET, NETWORKS, change_integers, family_program, file_of, make, segmentor, version_1
+from saved_networks import (
+    NET,
+    NETWORKS,
+    SHALLOW,
+    change_integers,
+    family_program,
+    file_of,
+    make,
+    quantised,
+    segmentor,
+    version_1,
+)
 from strategies import examples
 
 from timm_gated import accelerate, load_accelerated
@@ -33,6 +46,7 @@ from timm_gated.inference.serialize import Network, save_network
 from timm_gated.inference.sliced import SlicedRunner
 
 ISAS = ('portable',) if EMULATOR else native_module.instruction_sets()
+INT8_ISAS = ('portable',) if EMULATOR else native_module.instruction_sets('int8')
 DRIVER = ROOT / 'tests' / 'inference' / 'run_model.c'
 
 
@@ -99,6 +113,38 @@ def test_random_programs(run_model, arguments):
             assert_close(outputs(path), torch.cat([value.flatten() for value in maps]))
 
 
+@pytest.mark.parametrize('name, kwargs', [
+    ('gated_resnet50', dict(SHALLOW, in_chans=1)), ('convnet_aig_resnet20', {}), ('resnet26d', SHALLOW),
+    ('gated_resnet18', dict(SHALLOW, features_only=True))], ids=str)
+def test_int8_networks(name, kwargs, run_model, tmp_path):
+    """The same bits as in Python, on every instruction set and with one and two threads."""
+    fast, path = quantised(name, **kwargs), tmp_path / 'model.tgn'
+    fast.save(path)
+    expected = expected_outputs(fast, numbered_images(2, kwargs.get('in_chans', 3), 48, 40))
+    for isa in INT8_ISAS:
+        for threads in (1, 2):
+            assert run(run_model, [path], isa, threads) == ['ok']
+            assert torch.equal(outputs(path), expected), (isa, threads)
+
+
+@examples(30)
+@given(arguments=int8_programs())
+def test_random_int8_programs(run_model, arguments):
+    try:
+        program = Program(*arguments)
+    except ValueError:
+        assume(False)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / 'model.tgn'
+        save_network(Network(program), path)
+        line, = run(run_model, [path], size=(9, 7))
+        assert line == 'ok' or re.search('small|large|memory', line), line
+        if line == 'ok':
+            expected = run_reference(program, numbered_images(2, program.in_channels, 9, 7))
+            if expected.exact:
+                assert torch.equal(outputs(path), torch.cat([value.flatten() for value in expected.outputs]))
+
+
 def mutations(data: bytes, count: int) -> List[Tuple[bool, bytes]]:
     """Damaged files, and hostile ones: other programs with a correct checksum."""
     return [
@@ -114,14 +160,14 @@ def test_files_of_version_1(run_model, tmp_path):
     assert torch.equal(*map(outputs, paths))
 
 
-@pytest.mark.parametrize('network, count', [('classifier', 1000), ('family', 400)])
-def test_mutations(run_model, network, count, tmp_path):
+@pytest.mark.parametrize('network, count', [('float32', 1000), ('int8', 1000), ('family', 400)])
+def test_mutations(network, count, run_model, tmp_path):
     """Damaged files are an error, or the same network. Hostile files are an error, or some network."""
     path = tmp_path / 'model.tgn'
-    if network == 'classifier':
-        accelerate(make(**NET)).save(path)
-    else:
+    if network == 'family':
         save_network(Network(family_program()), path)
+    else:
+        (quantised(**NET) if network == 'int8' else accelerate(make(**NET))).save(path)
     assert run(run_model, [path], size=(8, 8)) == ['ok']
     expected = outputs(path)
     outcomes: Counter = Counter()
@@ -141,11 +187,12 @@ def test_mutations(run_model, network, count, tmp_path):
 
 
 @pytest.mark.skipif(bool(EMULATOR), reason='sanitizers do not run in an emulator')
-def test_callers(tmp_path):
+@pytest.mark.parametrize('precision', ['float32', 'int8'])
+def test_callers(precision, tmp_path):
     """Threads that share a model, under ThreadSanitizer."""
     flags = ('-O1', '-g', '-fsanitize=thread', '-DCACHE_BYTES=65536')
     program = build(tmp_path / 'run_model', [DRIVER, *SOURCES], flags)
-    accelerate(make(**NET)).save(tmp_path / 'model.tgn')
+    (quantised(**NET) if precision == 'int8' else accelerate(make(**NET))).save(tmp_path / 'model.tgn')
     assert run(program, [tmp_path / 'model.tgn'], threads=2, size=(24, 20), callers=7) == ['ok']
 
 

@@ -17,6 +17,7 @@ from accelerated import images
 from effort import TIMES
 from forked import CONTEXT
 from hypothesis import assume, given
+from int8_programs import int8_programs
 from mutations import mutate
 from programs import programs
 from safetensors.torch import load as load_tensors
@@ -29,6 +30,7 @@ from saved_networks import (
     family_program,
     file_of,
     make,
+    quantised,
     segmentor,
     version_1,
 )
@@ -37,7 +39,7 @@ from strategies import examples
 from timm_gated import accelerate, load_accelerated
 from timm_gated.inference import Accelerated, serialize
 from timm_gated.inference.native import NativeRunner
-from timm_gated.inference.program import OutputOp, Program
+from timm_gated.inference.program import Int8LinearOp, OutputOp, Program, QuantizeOp
 from timm_gated.inference.serialize import COLUMNS, Network, decode, encode, save_network
 from timm_gated.inference.sliced import SlicedRunner
 
@@ -98,7 +100,7 @@ def test_plan_names_the_same_layers(tmp_path):
 
 
 @examples(60)
-@given(arguments=programs())
+@given(arguments=programs() | int8_programs())
 def test_random_programs(arguments):
     try:
         program = Program(*arguments)
@@ -114,7 +116,8 @@ def test_random_programs(arguments):
             same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: type(a) is type(b) and a == b
             assert same(getattr(op, name), value), (name, op)
     x = torch.randn(2, program.in_channels, 9, 7, generator=torch.Generator().manual_seed(0))
-    for runner in (NativeRunner, SlicedRunner):
+    is_int8 = any(isinstance(op, (QuantizeOp, Int8LinearOp)) for op in program.ops)
+    for runner in (NativeRunner,) if is_int8 else (NativeRunner, SlicedRunner):
         try:
             maps = runner(program)(x)
         except (ValueError, MemoryError, RuntimeError):  # the images are too small for the program, or too large
@@ -281,6 +284,34 @@ def test_wrong_content(change, message, tmp_path):
     assert str(error.value).startswith(f'{path} does not hold an accelerated network: ')
 
 
+def set_value(name: str, value: float) -> Any:
+    def change(tensors: Dict[str, torch.Tensor]) -> None:
+        tensors[f'1.{name}'].view(-1)[0] = value  # of the first convolution
+    return change
+
+
+@pytest.mark.parametrize('change, message', [
+    (set_value('weight', 64), 'Int8ConvOp: weight must be between -63 and 63'),
+    (set_value('bias', 2**30), 'Int8ConvOp: bias must be between'),
+    (set_value('multiplier', 1.5), 'Int8ConvOp: multiplier must be between 0 and 1'),
+    (set_value('scale', -1.), r'scale must be one positive value, got \[-1.0\]'),
+    (lambda tensors: tensors.update({'0.scale': torch.ones(2)}), 'scale must be one positive value'),
+    (lambda tensors: tensors.update({'1.bias': tensors['1.bias'].float()}), '1.bias must be torch.int32'),
+    (lambda tensors: tensors.update({'1.ratio': torch.ones(16)}), "'1.ratio' is not part of the network"),
+    (lambda tensors: tensors.pop('1.multiplier'), '1.multiplier is missing'),
+    (lambda tensors: tensors['operations'][0].__setitem__(-1, 256), 'zero must be an integer between 0 and 255'),
+    (lambda tensors: tensors['operations'][1].__setitem__(-1, -1), 'zero must be an integer between 0 and 255'),
+])
+def test_wrong_content_of_int8_files(change, message, tmp_path):
+    path = tmp_path / 'model.tgn'
+    quantised(**NET).save(path)
+    tensors = load_tensors(path.read_bytes())
+    change(tensors)
+    path.write_bytes(file_of(tensors))
+    with pytest.raises(ValueError, match=message):
+        load_accelerated(path)
+
+
 @pytest.mark.parametrize('content, message', [
     (lambda data: b'', 'does not hold'),
     (lambda data: data[:-1], 'does not hold.*(incomplete|Incomplete|covered|SafetensorError)'),
@@ -307,7 +338,7 @@ def test_files_that_cannot_be_opened(tmp_path):
             load_accelerated(path)
 
 
-def load_mutations(path: str, count: int) -> Counter:
+def load_mutations(path: str, count: int, backends: List[str]) -> Counter:
     """Load mutations of a file and run those that load. In a process of its own, with little memory."""
     torch.set_num_threads(1)
     data, x = Path(path).read_bytes(), images(1, 8, 8)
@@ -320,7 +351,7 @@ def load_mutations(path: str, count: int) -> Counter:
         changed = change_integers(rng, data) if index % 2 else mutate('safetensors', index, data)[1]
         Path(path).write_bytes(changed)
         try:
-            loaded = [load_accelerated(path, backend) for backend in ('native', 'torch')]
+            loaded = [load_accelerated(path, backend) for backend in backends]
         except ValueError as error:
             assert str(error).startswith(path), error
             outcomes['refused'] += 1
@@ -335,15 +366,16 @@ def load_mutations(path: str, count: int) -> Counter:
     return outcomes
 
 
-@pytest.mark.parametrize('network', ['classifier', 'family'])
-def test_mutations(network, tmp_path):
+@pytest.mark.parametrize('network, backends', [
+    ('float32', ['native', 'torch']), ('int8', ['native']), ('family', ['native', 'torch'])])
+def test_mutations(network, backends, tmp_path):
     path, count = tmp_path / 'model.tgn', 240 * TIMES
-    if network == 'classifier':
-        saved(path)
-    else:
+    if network == 'family':
         save_network(Network(family_program()), path)
+    else:
+        (quantised(**NET) if network == 'int8' else accelerate(make(**NET))).save(path)
     with ProcessPoolExecutor(1, mp_context=CONTEXT) as pool:
-        outcomes = pool.submit(load_mutations, str(path), count).result()
+        outcomes = pool.submit(load_mutations, str(path), count, backends).result()
     # Most mutations are damage, some are harmless. Half of them are programs with a correct checksum.
     assert 0.5 * count < outcomes['refused'] < count, outcomes
     assert outcomes['same'] > 0, outcomes

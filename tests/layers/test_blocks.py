@@ -109,8 +109,3 @@ def test_gated_maps_of_a_bottleneck(gated_maps):
 def test_other_gated_maps_are_refused(gated_maps):
     with pytest.raises(ValueError, match=r'gated_maps .* one or more of \(0, 1, 2, 3\), got'):
         make_block('bottleneck', gated_maps=gated_maps)
-
-
-def test_grouped_bottleneck_is_refused():
-    with pytest.raises(ValueError, match='cardinality.*4'):
-        make_block('bottleneck', cardinality=4, base_width=64)

@@ -14,14 +14,14 @@ import safetensors.torch
 import timm
 import torch
 from mmengine.runner import IterBasedTrainLoop
-from mmseg.models.backbones import ResNet, ResNetV1c, ResNetV1d
+from mmseg.models.backbones import ResNet, ResNetV1c, ResNetV1d, ResNeXt
 from mmseg.registry import HOOKS, MODELS
 from mmseg_small import LOSSES, fcn_head, samples, segmentor
 from nets import gate_loss, images, shuffle
 from tool import run_tool
 from torch.utils.data import DataLoader
 
-from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d, SlimResNet
+from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d, GatedResNeXt, SlimResNet
 from mmseg_plugin.compat import stand_in_for_compiled_ops
 from mmseg_plugin.convert import mmseg_to_timm, timm_to_mmseg
 from timm_gated import force_gates, gates, l0_loss
@@ -29,12 +29,18 @@ from timm_gated.layers.gate_state import gate_logits
 from timm_gated.loss.gate_losses import batch_shaping_loss
 
 D8 = dict(dilations=(1, 1, 2, 4), strides=(1, 2, 1, 1), contract_dilation=True)
+X32 = dict(groups=32, base_width=4)
 IMAGES = images(2, 3, 64, 64)
+DENSE = [
+    (gated_cls, dense_cls, depth, kwargs)
+    for gated_cls, dense_cls in ((GatedResNet, ResNet), (GatedResNetV1c, ResNetV1c), (GatedResNetV1d, ResNetV1d))
+    for depth, kwargs in ((18, D8), (34, {}), (50, D8), (101, {}), (152, {}))]
+DENSE += [
+    (GatedResNeXt, ResNeXt, 50, dict(X32, **D8)), (GatedResNeXt, ResNeXt, 101, dict(groups=8, base_width=2)),
+    (GatedResNeXt, ResNeXt, 50, dict(X32, deep_stem=True, avg_down=True))]
 
 
-@pytest.mark.parametrize('gated_cls, dense_cls', [
-    (GatedResNet, ResNet), (GatedResNetV1c, ResNetV1c), (GatedResNetV1d, ResNetV1d)])
-@pytest.mark.parametrize('depth, kwargs', [(18, D8), (34, {}), (50, D8), (101, {}), (152, {})])
+@pytest.mark.parametrize('gated_cls, dense_cls, depth, kwargs', DENSE)
 def test_open_gates_reproduce_the_dense_backbone(gated_cls, dense_cls, depth, kwargs):
     kwargs = dict(kwargs, depth=depth, base_channels=16, stem_channels=16)
     dense, gated = dense_cls(**kwargs), gated_cls(**kwargs)
@@ -85,8 +91,9 @@ def test_frozen_stages_and_norm_eval():
     assert backbone.layer2[0].gate1.fc2.weight.grad is not None
 
 
-def test_initialisation():
-    backbone = GatedResNet(depth=50)
+@pytest.mark.parametrize('cls', [GatedResNet, GatedResNeXt])
+def test_initialisation(cls):
+    backbone = cls(depth=50)
     backbone.init_weights()
     for block in backbone.layer1:
         assert (block.norm3.weight == 0).all()  # as in mmseg's own blocks
@@ -280,14 +287,15 @@ def test_statistics_hook():
         hook.before_val_epoch(SimpleNamespace(model=ResNet(depth=18)))
 
 
-@pytest.mark.parametrize('depth, kwargs, timm_kwargs', [
-    (50, D8, dict(output_stride=8)),
-    (18, dict(deep_stem=True, avg_down=True), dict(stem_type='deep', stem_width=32, avg_down=True)),
+@pytest.mark.parametrize('cls, depth, kwargs, timm_kwargs', [
+    (GatedResNet, 50, D8, dict(output_stride=8)),
+    (GatedResNet, 18, dict(deep_stem=True, avg_down=True), dict(stem_type='deep', stem_width=32, avg_down=True)),
+    (GatedResNeXt, 50, X32, dict(cardinality=32, base_width=4)),
 ])
-def test_weights_travel_between_timm_and_mmseg(depth, kwargs, timm_kwargs):
+def test_weights_travel_between_timm_and_mmseg(cls, depth, kwargs, timm_kwargs):
     there = shuffle(timm.create_model(
         f'gated_resnet{depth}', features_only=False, num_classes=3, **timm_kwargs)).eval()
-    here = GatedResNet(depth=depth, **kwargs)
+    here = cls(depth=depth, **kwargs)
     here.load_state_dict(timm_to_mmseg(there.state_dict()))
     here.eval()
     with torch.no_grad():

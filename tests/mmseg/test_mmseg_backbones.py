@@ -5,13 +5,14 @@ import mmseg_plugin  # noqa: F401  (must precede imports of mmseg)
 import pytest
 import torch
 import torch.nn as nn
+from fvcore.nn import FlopCountAnalysis
 from mmseg.models.backbones.resnet import Bottleneck
 from mmseg.registry import MODELS
 from nets import images, shuffle
 
-from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d, SlimResNet
+from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d, GatedResNeXt, SlimResNet
 from mmseg_plugin.backbones import GatedBasicBlock, GatedBottleneck, backbone_cfg
-from timm_gated import Gating, force_gates
+from timm_gated import Gating, count_macs, force_gates
 
 # Blocks
 
@@ -39,6 +40,32 @@ def test_arguments_by_position(cls):
     assert {k: v.shape for k, v in again.state_dict().items()} == {
         k: v.shape for k, v in backbone.state_dict().items()}
     assert GatedResNetV1d(18).deep_stem and GatedBasicBlock(16, 16, 2).conv1.stride == (2, 2)
+
+
+def test_arguments_of_resnext():
+    backbone = GatedResNeXt(8, 2, depth=50, base_channels=16, gated_maps=(2,))
+    block = backbone.layer2[0]
+    assert block.conv2.groups == 8 and block.conv2.in_channels == 32 and not hasattr(block, 'gate1')
+    again = MODELS.build(backbone_cfg(backbone))
+    assert type(again) is GatedResNeXt
+    assert {k: v.shape for k, v in again.state_dict().items()} == {
+        k: v.shape for k, v in backbone.state_dict().items()}
+
+
+def test_macs_of_resnext():
+    """A filter of conv2 reads the open inputs of its own group only."""
+    torch.manual_seed(0)
+    backbone, x = shuffle(GatedResNeXt(depth=50, groups=4, base_width=4, base_channels=16)), images(3, 3, 32, 32)
+    macs = count_macs(backbone, x)
+    dense = FlopCountAnalysis(MODELS.build(dict(type='ResNeXt', **backbone.resnet_args)), x)
+    assert 3 * macs.dense == dense.unsupported_ops_warnings(False).by_operator()['conv']
+    expected = sum(part.per_sample for name, part in macs.by_module.items() if not name.endswith('conv2'))
+    for name, block in backbone.named_modules():
+        if isinstance(block, GatedBottleneck):
+            read, written = (gate.decision.unflatten(1, (4, -1)).sum(2) for gate in (block.gate1, block.gate2))
+            positions = macs.by_module[f'{name}.conv2'].dense // block.conv2.weight.numel()
+            expected = expected + (read * written).sum(1).long() * 9 * positions
+    assert macs.per_sample.tolist() == expected.tolist() and len(set(expected.tolist())) == 3
 
 
 def test_plugins_and_other_convolutions():

@@ -2,6 +2,7 @@
 import logging
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import mmseg_plugin  # noqa: F401  (must precede imports of mmseg)
 
@@ -10,23 +11,30 @@ import numpy as np
 import pytest
 import torch
 from mmengine.config import Config
+from mmengine.hub import get_config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DefaultScope
 from mmseg.registry import DATASETS, HOOKS, METRICS, MODELS
+from mmseg_small import CONFIGS, OTHERS
 from paths import ROOT
 from PIL import Image
 
 from timm_gated import gates
 from timm_gated.utils import installation
 
-CONFIGS = sorted((ROOT / 'configs' / 'mmseg').glob('[!_]*/*.py'))
+README = (ROOT / 'configs' / 'mmseg' / 'README.md').read_text()
+
+
+def build(cfg: Config) -> Any:
+    """The model of a config, without values of its parameters."""
+    with torch.device('meta'):
+        return MODELS.build(cfg.model)
 
 
 @pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
 def test_config_builds(path):
     cfg = Config.fromfile(path)
-    cfg.model.backbone.pop('init_cfg', None)  # its weights would be downloaded
-    model = MODELS.build(cfg.model)
+    model = build(cfg)
     gated = path.stem.startswith('gated')
     assert bool(gates(model)) == gated
     wrapper = build_optim_wrapper(model, cfg.optim_wrapper)
@@ -55,8 +63,7 @@ def test_checkpoints_are_written_atomically_and_load(path, monkeypatch):
     cfg, calls = Config.fromfile(path), []
     assert cfg.default_hooks.checkpoint.backend_args == dict(backend='timm_gated_local')
     monkeypatch.setattr(installation, '_pending', [lambda: calls.append(True)])
-    cfg.model.backbone.pop('init_cfg', None)
-    MODELS.build(cfg.model)
+    build(cfg)
     assert calls
 
 
@@ -69,16 +76,50 @@ def test_cityscapes_schedule(path):
     assert cfg.train_dataloader.dataset.pipeline[3].crop_size == (448, 672)
     assert cfg.optim_wrapper.optimizer.lr == 0.02 and cfg.param_scheduler[0].eta_min == 0
     assert cfg.param_scheduler[0].power == 0.9 and cfg.model.test_cfg.mode == 'whole'
+    weights = {'r18': 'resnet18_v1c', 'r50': 'resnet50_v1c', 'x50-32x4d': 'resnext50_32x4d'}
     pretrained = cfg.model.backbone.get('init_cfg', {}).get('checkpoint')
-    assert pretrained == ('open-mmlab://resnet50_v1c' if 'in1k-pre' in path.stem else None)
+    name = re.search(r'_(r18|r50|x50-32x4d)[-_]', path.stem).group(1)
+    assert pretrained == (f'open-mmlab://{weights[name]}' if 'in1k-pre' in path.stem else None)
     assert cfg.model.get('pretrained') is None
 
 
+@pytest.mark.parametrize('path', [path for path in OTHERS if 'x50' not in path.stem], ids=lambda path: path.stem)
+def test_networks_are_those_of_mmseg(path):
+    """With gates, and with BN instead of SyncBN."""
+    name = path.stem.removeprefix('gated-').split('_1xb6')[0]
+    theirs = get_config(f'mmseg::{path.parent.name}/{name}_4xb2-80k_cityscapes-512x1024.py').model
+    ours = Config.fromfile(path).model
+    assert ours.backbone.init_cfg.checkpoint == theirs.pretrained
+    for part in ('backbone', 'decode_head', 'auxiliary_head'):
+        theirs[part].norm_cfg.type = 'BN'
+    theirs.backbone.update(type='GatedResNetV1c', init_cfg=ours.backbone.init_cfg)
+    theirs.data_preprocessor.size = (448, 672)
+    theirs.update(
+        type='GatedEncoderDecoder', pretrained=None, count_macs=True, gate_losses=ours.gate_losses, _scope_='mmseg')
+    assert ours.to_dict() == theirs.to_dict()
+
+
+def snippet(section: str) -> str:
+    return re.search(r'```python\n(.*?)```', README.partition(f'## {section}\n')[2], re.DOTALL).group(1)
+
+
+def test_readme_lists_the_configs():
+    table = README.replace('…', '1xb6-150k-in1k-pre_cityscapes-448x672')
+    listed = {name.rpartition('/')[2] for name in re.findall(r'^\| `(.*?)`', table, re.MULTILINE)}
+    assert {path.stem for path in CONFIGS if 'cityscapes' in path.stem} <= listed
+
+
+def test_another_network_of_mmseg(tmp_path):
+    """The config of the README."""
+    config = tmp_path / 'config.py'
+    config.write_text(snippet('Configs').replace('../_base_', str(ROOT / 'configs' / 'mmseg' / '_base_')))
+    model = build(Config.fromfile(config))
+    assert type(model.decode_head).__name__ == 'ASPPHead' and len(gates(model)) == 32 and model.count_macs
+
+
 def test_options_of_the_readme():
-    readme = (ROOT / 'configs' / 'mmseg' / 'README.md').read_text()
-    snippet = re.search(r'```python\n(.*?)```', readme, re.DOTALL).group(1)
     options: dict = {}
-    exec(snippet, options)
+    exec(snippet('Config options'), options)
     path = 'configs/mmseg/pspnet/gated-pspnet_r50-d8_1xb6-150k_cityscapes-448x672.py'
     assert path in (ROOT / 'README.md').read_text()
     cfg = Config.fromfile(ROOT / path)

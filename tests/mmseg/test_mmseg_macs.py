@@ -16,6 +16,7 @@ from mmseg.registry import METRICS, MODELS
 from mmseg_small import TINY, tiny_samples
 from nets import images, shuffle
 
+from mmseg_plugin.pruning import calibrate
 from timm_gated import MacCounter, accelerate, count_macs, force_gates
 
 HEAD: Dict[str, Any] = dict(
@@ -77,6 +78,16 @@ def test_segmentors_agree_with_fvcore(cfg, products):
     reference = analysis.by_operator()
     assert 2 * macs.dense == reference['conv'] + reference['linear']
     assert macs.per_sample.tolist() == [macs.dense] * 2 and set(macs.uncounted) == products
+
+
+def test_calibrated_segmentors():
+    """Heads count as MACs that gates cannot save; mmseg's batches go through the data preprocessor."""
+    model = tiny()
+    result = calibrate(model, [data(6), data(2)], 0.6, tolerance=0.05)
+    macs = [sample.macs for batch in (data(6), data(2)) for sample in result.model.test_step(batch)]
+    dense = count_macs(model, model.data_preprocessor(data(1))['inputs']).dense
+    assert sum(macs) / 8 / dense == pytest.approx(result.share) == pytest.approx(0.6, abs=0.05)
+    assert result.num_samples == 8 and type(result.model) is type(model)
 
 
 def test_every_result_has_its_macs():

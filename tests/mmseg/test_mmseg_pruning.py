@@ -15,11 +15,11 @@ from mmseg_small import SCRIPTS, write_config
 from nets import shuffle
 from tool import run_tool
 
-from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d, SlimResNet
+from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d, GatedResNeXt, SlimResNet, SlimResNeXt
 from mmseg_plugin.analysis import create_segmentation, load_config
 from mmseg_plugin.backbones import backbone_cfg
 from mmseg_plugin.pruning import prune_static, pruned_config, specialize
-from timm_gated import accelerate, gates
+from timm_gated import accelerate, calibrate, gates
 from timm_gated.inference.export import export_onnx
 from timm_gated.layers.narrow import inner_channels
 from timm_gated.pruning.filters import keep_used_filters
@@ -38,7 +38,8 @@ def spread_gates(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize('cls, depth, kwargs', [
-    (GatedResNet, 18, TWO_STAGES), (GatedResNetV1c, 50, dict(DILATED, gated_maps=(2,))), (GatedResNetV1d, 50, DILATED)])
+    (GatedResNet, 18, TWO_STAGES), (GatedResNetV1c, 50, dict(DILATED, gated_maps=(2,))), (GatedResNetV1d, 50, DILATED),
+    (GatedResNeXt, 50, dict(DILATED, groups=4, base_width=8))])
 @pytest.mark.parametrize('keep_gates', [True, False], ids=['gated', 'plain'])
 def test_backbones(cls, depth, kwargs, keep_gates, tmp_path):
     torch.manual_seed(0)
@@ -55,12 +56,15 @@ def test_backbones(cls, depth, kwargs, keep_gates, tmp_path):
                 gate.forced = shares[name].float()
             expected = model(x)
         pruned = keep_used_filters(model, shares, threshold=1., keep_gates=keep_gates)
-        assert type(pruned) is (cls if keep_gates else SlimResNet)
+        slim = SlimResNeXt if cls is GatedResNeXt else SlimResNet
+        assert type(pruned) is (cls if keep_gates else slim)
         again = MODELS.build(backbone_cfg(pruned))
         again.load_state_dict(pruned.state_dict())
         again.eval()
-        fast = accelerate(again)
-        for outputs in (pruned(x), again(x), fast(x)):
+        networks = [pruned, again]
+        if cls is not GatedResNeXt:  # grouped convolutions cannot be accelerated
+            networks.append(accelerate(again))
+        for outputs in (network(x) for network in networks):
             for ours, theirs in zip(outputs, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     before, after = (sum(map(sum, inner_channels(net).values())) for net in (model, again))
@@ -149,6 +153,27 @@ def test_command_line_options_are_saved(segmentation, tmp_path):
     assert prune('--mmseg-config', config, *options, '--output', tmp_path / 'pruned') == 0
     model = MODELS.build(Config.fromfile(tmp_path / 'pruned' / 'config.py').model)
     model.load_state_dict(torch.load(tmp_path / 'pruned' / 'weights.pth', weights_only=True)['state_dict'])
+
+
+def test_saved_calibrated_segmentor(segmentation, tmp_path, capsys):
+    config, weights, model, _ = segmentation
+    options = ['--mmseg-config', config, '--share', '0.75', '--tolerance', '0.1', '--images', '1']
+    assert run_tool('calibrate', *options, '--checkpoint', weights, '--output', tmp_path / 'saved') == 0
+    assert 'images: 1' in capsys.readouterr().out
+    again = MODELS.build(Config.fromfile(tmp_path / 'saved' / 'config.py').model)
+    again.load_state_dict(torch.load(tmp_path / 'saved' / 'weights.pth', weights_only=True)['state_dict'])
+    changed = {name for name, value in again.state_dict().items() if not torch.equal(value, model.state_dict()[name])}
+    assert changed == {f'{name}.fc2.bias' for name, _ in gates(model)}
+    assert run_tool('calibrate', *options, '--checkpoint', weights, '--eval-split', 'val') == 1
+    assert 'tools/test.py' in capsys.readouterr().err
+
+
+def test_calibrated_backbones():
+    model = spread_gates(GatedResNet(depth=18, base_channels=16, stem_channels=16, **TWO_STAGES))
+    batches = [torch.randn(2, 3, 64, 64), torch.randn(1, 3, 32, 32)]
+    result = calibrate(model, batches, 0.6, tolerance=0.01)
+    assert result.share == pytest.approx(0.6, abs=0.01) and isinstance(result.model, GatedResNet)
+    assert not result.model.training
 
 
 @pytest.mark.parametrize('kwargs, message', [

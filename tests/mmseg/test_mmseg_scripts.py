@@ -14,7 +14,7 @@ import pytest
 import torch
 from forked import run_script
 from mmseg.apis import init_model
-from mmseg_small import SCRIPTS, write_config
+from mmseg_small import OTHERS, SCRIPTS, narrowed, write_config
 from paths import HELPERS
 from safetensors.torch import load_file
 from tool import run_tool
@@ -67,6 +67,21 @@ def test_train_resume_test(tmp_path):
     run_tool('convert_checkpoint', '--to', 'timm', work_dir / 'iter_4.pth', tmp_path / 'timm.safetensors')
     converted = load_file(tmp_path / 'timm.safetensors')
     assert torch.equal(converted['layer1.0.gate1.fc1.weight'], model.backbone.layer1[0].gate1.fc1.weight)
+
+
+@pytest.mark.parametrize('path', OTHERS, ids=lambda path: path.stem.split('_1xb')[0])
+def test_other_segmentors_train(path, tmp_path):
+    settings = f'model = {narrowed(path)}; model["backbone"]["init_cfg"] = None'
+    config, work_dir = write_config(tmp_path, path, settings), tmp_path / 'work'
+    log = run_forked(
+        tmp_path, SCRIPTS / 'train.py', config, '--work-dir', work_dir, '--cfg-options', 'train_cfg.max_iters=2')
+    steps = [entry for entry in scalars(work_dir) if 'loss' in entry]
+    assert [entry['step'] for entry in steps] == [1, 2]
+    for entry in steps:
+        parts = entry['decode.loss_ce'] + entry['aux.loss_ce'] + entry['loss_batch_shaping']
+        assert entry['loss'] == pytest.approx(parts, rel=1e-4) and 0 < entry['gate_density'] < 1
+    assert 0 < float(re.search(r'MACs_share: ([\d.]+)', log).group(1)) < 101
+    assert 'gates/layer4/always_off' in log and (work_dir / 'iter_2.pth').is_file()
 
 
 def test_two_processes(tmp_path):

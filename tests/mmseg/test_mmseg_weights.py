@@ -14,13 +14,22 @@ from mmengine.runner import load_checkpoint
 from mmengine.runner.checkpoint import CheckpointLoader
 from mmseg.registry import HOOKS, METRICS, MODELS
 from mmseg_small import LOSSES, samples, segmentor
-from nets import ONE_EACH, images, shuffle
+from nets import ONE_EACH, VARIANTS, images, shuffle
 from paths import ROOT
 from timm.models import get_arch_name, get_pretrained_cfg
 
 from mmseg_plugin import GatedResNet, TimmGatedBackbone
 from mmseg_plugin.convert import mmseg_to_timm
-from timm_gated import GateLosses, accelerate, count_macs, gates, l0_loss, list_gated_models, save_pretrained
+from timm_gated import (
+    GateLosses,
+    accelerate,
+    count_macs,
+    force_gates,
+    gates,
+    l0_loss,
+    list_gated_models,
+    save_pretrained,
+)
 from timm_gated.layers.gate_state import gate_logits
 from timm_gated.loss.gate_losses import batch_shaping_loss
 from timm_gated.loss.objective import objectives
@@ -82,6 +91,19 @@ def test_features_are_those_of_the_timm_model(name):
     model.load_state_dict(mmseg_to_timm(built.state_dict()), strict=False)
     assert_same_features(built, model)
     assert bool(gates(built)) == (name in list_gated_models()) and not objectives(built)
+
+
+@pytest.mark.parametrize('name', VARIANTS)
+def test_variants_from_dense_weights(name, tmp_path, caplog):
+    # The widths of pruned networks are fixed.
+    options = {} if name.endswith('_pruned') else dict(layers=(1, 1, 1, 1), channels=(32, 32, 64, 128))
+    dense = shuffle(timm.create_model(name.removeprefix('gated_'), **options)).eval()
+    torch.save(dense.state_dict(), tmp_path / 'dense.pth')
+    built = backbone(name, str(tmp_path / 'dense.pth'), **options)
+    count = len(gates(built))
+    assert count and f'no weights for {count} of {count} gates' in caplog.text
+    with force_gates(built, 'open'):
+        assert_same_features(built, dense)
 
 
 def test_options():

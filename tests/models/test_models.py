@@ -22,10 +22,11 @@ from nets import (
 from timm.data import resolve_model_data_config
 from timm.models.resnet import ResNet
 
-from timm_gated import CifarResNet, GatedNet, gates
+from timm_gated import CifarResNet, GatedNet, gates, list_gated_models
+from timm_gated.models._family import RESNETS
 
 CIFAR_DEPTHS = (20, 32, 38, 44, 56, 74, 110)
-CHANNEL_GATED = timm.list_models('gated_*')
+CHANNEL_GATED = [name for name in GATED if family(name) == 'gated']
 
 
 def two_blocks(name: str) -> dict:
@@ -51,10 +52,11 @@ TRAINED = {'gated_resnet20': 'bas_c10', 'convnet_aig_resnet20': 'aig_c10'}
 
 
 def test_list_pretrained():
-    dense = [f'gated_resnet{depth}.dense_a1_in1k' for depth in IMAGENET_DEPTHS]
+    dense = [f'gated_{name}' for name in timm.list_pretrained(RESNETS)]
+    dense += [f'gated_resnet{depth}.dense_a1_in1k' for depth in IMAGENET_DEPTHS]
     trained = ['gated_resnet20.bas_c10', 'gated_resnet20.l0_c10']
     assert sorted(timm.list_pretrained('gated_*')) == sorted(dense + trained)
-    assert {name for name in GATED if timm.is_model_pretrained(name)} == TRAINED.keys()
+    assert {name for name in list_gated_models() if timm.is_model_pretrained(name)} == TRAINED.keys()
 
 
 @pytest.mark.parametrize('name', GATED)

@@ -95,7 +95,7 @@ def test_options_of_the_dense_counterpart():
         drop_rate=0.1, block_args=dict(gate_before_act=True, attn_layer='se'), features_only=False)
     model = timm.create_model('gated_resnet18', **kwargs)
     assert model.dense_variant == 'slim_resnet18'
-    expected = dict(layers=(2, 2, 2, 2), act_layer='silu', drop_rate=0.1, block_args=dict(attn_layer='se'))
+    expected = dict(act_layer='silu', drop_rate=0.1, block_args=dict(attn_layer='se'))
     assert model.dense_args == expected
     dense = timm.create_model(model.dense_variant, **model.dense_args)
     assert type(dense.layer1[0].se) is type(model.layer1[0].se) is not type(None)

@@ -9,7 +9,7 @@ import safetensors.torch
 import timm
 import torch
 from models import images
-from nets import GATED
+from nets import GATED, VARIANTS
 from paths import ROOT
 from timm.models import get_arch_name, get_pretrained_cfg, save_for_hf, split_model_name_tag
 
@@ -38,7 +38,8 @@ def assert_loaded(model: torch.nn.Module, stored: dict, without: tuple = ()) -> 
 
 
 def test_entry_points_are_those_of_this_package():
-    assert {*GATED, *timm.list_models(['cifar_resnet*', 'slim_resnet*']), 'batch_shaped'} == set(entry_points())
+    others = timm.list_models(['cifar_resnet*', 'slim_*'])
+    assert {*GATED, *VARIANTS, *others, 'batch_shaped'} == set(entry_points())
     assert 'resnet18' not in entry_points() and entry_points()['gated_resnet20'].__name__ == 'gated_resnet20'
 
 

@@ -32,6 +32,16 @@ def test_tables_have_the_measured_figures():
         assert [cell.strip() for cell in cells.split('|')] == row(RESULTS[name]), name
 
 
+def test_table_of_calibrated_networks_has_the_measured_figures():
+    text = (FOLDER / 'README.md').read_text()
+    rows = dict(re.findall(r'^\| (\d+) % \| (.*) \|$', text, re.MULTILINE))
+    expected: dict = {}
+    for result in json.loads((RUNS / 'calibration.json').read_text())['results']:
+        cell = f'{result["top1"]:.2f} at {100 * result["macs_share"]:.1f} %'
+        expected.setdefault(f'{100 * result["target"]:.0f}', []).append(cell)
+    assert {target: re.findall(r'[\d.]+ at [\d.]+ %', row) for target, row in rows.items()} == expected
+
+
 @pytest.mark.parametrize('name', RESULTS)
 def test_every_run_is_kept_and_has_its_command(name):
     args = yaml.safe_load((RUNS / name / 'args.yaml').read_text())

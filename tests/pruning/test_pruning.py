@@ -347,12 +347,18 @@ def test_activation_that_is_not_zero_at_zero():
 
 
 def test_blocks_that_cannot_be_made_narrower():
-    from timm.layers import BlurPool2d
-    model = timm.create_model('gated_resnet18', aa_layer=BlurPool2d)  # works without pruning
-    with pytest.raises(ValueError, match='BlurPool2d between its convolutions'):
+    class Mix(nn.Conv2d):
+        def __init__(self, channels: int, stride: int, **kwargs) -> None:
+            super().__init__(channels, channels, stride, stride, **kwargs)
+
+    model = timm.create_model('gated_resnet18', aa_layer=Mix)  # works without pruning
+    with pytest.raises(ValueError, match='Mix between its convolutions'):
         keep_used_filters(model, {'layer2.0.gate1': torch.zeros(128)})
-    with pytest.raises(ValueError, match='only plain convolutions'):
-        timm.create_model('slim_resnet50', cardinality=32, base_width=4, inner_channels={'layer1.0': [64, 64]})
+    with pytest.raises(ValueError, match='inner_channels of layer1.0 must be multiples of 32, .* got 60'):
+        timm.create_model('slim_resnext50_32x4d', inner_channels={'layer1.0': [64, 60]})
+    with pytest.raises(ValueError, match='gated_channels of layer1.0 must be 0 or 64.* got 32'):
+        timm.create_model(
+            'gated_resnext50_32x4d', inner_channels={'layer1.0': [64, 64]}, gated_channels={'layer1.0': [32, 64]})
 
 
 def test_slim_resnets_are_timm_resnets():

@@ -112,7 +112,7 @@ def test_evaluate_pretrained_weights(images, tmp_path, capsys):
 ])
 @pytest.mark.parametrize('model, others', [
     ('gated_resnet32', ''), ('gated_resnet20.untrained', 'There are weights for gated_resnet20.bas_c10'),
-    ('gated_resnet34', 'There are weights for gated_resnet34.dense_a1_in1k')])
+    ('gated_resnet34', 'There are weights for gated_resnet34.a1_in1k, ')])
 def test_a_model_without_weights_is_refused(tool, more, model, others, images, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = ['--data-dir', images] if tool in ('evaluate', 'analyze_gates', 'prune') else []
@@ -177,8 +177,9 @@ def test_benchmarks_say_that_networks_are_untrained(capsys):
     run_tool('benchmark_training', '--only', 'step', '--depth', '18', '--batch-size', '2', '--image-size', '32',
              '--rounds', '1')
     run_tool('soak_inference', '--no-pretrained', '--count', '10', '--growth', '1000')
+    run_tool('soak_inference', '--no-pretrained', '--count', '10', '--growth', '1000', '--precision', 'int8')
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and all('untrained' in line for line in lines)
+    assert len(lines) == 3 and all('untrained' in line for line in lines)
 
 
 # Errors

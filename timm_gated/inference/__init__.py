@@ -1,5 +1,6 @@
 """Inference with gated networks: `accelerate` and export"""
 from .accelerate import Accelerated, accelerate, accelerated_parts, load_accelerated
+from .calibration import batch_images
 from .compiler import (
     Compiler,
     Trunk,
@@ -29,6 +30,7 @@ __all__ = [
     'Trunk',
     'accelerate',
     'accelerated_parts',
+    'batch_images',
     'compile_module',
     'compile_trunk',
     'complete_trunk',

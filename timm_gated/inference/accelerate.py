@@ -12,7 +12,7 @@ import itertools
 from dataclasses import replace
 from functools import singledispatch
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn as nn
@@ -253,7 +253,7 @@ def accelerate(
             available by default.
         precision: 'float32', or 'int8': post-training quantisation of convolutions for the native backend.
         calibration: Images for int8, as the network gets them: a tensor, or a loader of images, with or without labels.
-            A few hundred images give good ranges.
+            For a segmentor of mmseg it may be a loader of mmseg. A few hundred images give good ranges.
         calibration_range: How the range of a map is chosen in int8: 'percentile', 'mse' or 'max'.
 
     Example:
@@ -269,7 +269,7 @@ def accelerate(
     def make(parts: Trunk) -> Accelerated:
         network, head = _network_of(parts, names)
         if precision == 'int8':
-            images = calibration_images(calibration)
+            images = calibration_images(calibration, model)
             first = next(images)
             ranges = observe_ranges(network.program, itertools.chain([first], images))
             program = quantize_slow_layers(network.program, ranges, calibration_range, first[:1], isa)
@@ -279,8 +279,11 @@ def accelerate(
     parts = find_trunk(model)
     if parts is not None:
         return make(parts)
+    found = accelerated_parts(model)
+    if isinstance(calibration, Iterator) and sum(isinstance(part, Trunk) for _, part in found) > 1:
+        calibration = list(calibration)  # each network goes through it
     replacements: Dict[int, nn.Module] = {
-        id(module): make(part) if isinstance(part, Trunk) else part for module, part in accelerated_parts(model)}
+        id(module): make(part) if isinstance(part, Trunk) else part for module, part in found}
     if not replacements:
         raise ValueError(
             f'{type(model).__name__} contains no network that can be accelerated. Supported: ResNets of timm and of '

@@ -2,14 +2,16 @@
 
 Int8 needs a scale and a zero for each map. They come from a histogram of its values on some images.
 """
+from functools import singledispatch
 from typing import Any, Dict, Iterable, Iterator, Tuple
 
 import torch
+import torch.nn as nn
 
 from .program import Program, check_images
 from .sliced import SlicedRunner
 
-__all__ = ['IMAGE', 'RANGES', 'Range', 'calibration_images', 'observe_ranges']
+__all__ = ['IMAGE', 'RANGES', 'Range', 'batch_images', 'calibration_images', 'observe_ranges']
 
 RANGES = ('percentile', 'mse', 'max')  # ways to choose the range of a map
 
@@ -98,15 +100,27 @@ class Range:
         return best * low, best * high
 
 
-def calibration_images(calibration: Any) -> Iterator[torch.Tensor]:
+@singledispatch
+def batch_images(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return the images of a batch of calibration data, as the network gets them. Other packages may register theirs.
+
+    Args:
+        model: Network that is accelerated.
+        batch: Batch of a loader. By default a tensor, or a tuple that begins with one.
+    """
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
+def calibration_images(calibration: Any, model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the batches of a loader, at least one.
 
     Args:
-        calibration: Tensor of images, or iterable of batches: tensors, or tuples that begin with one.
+        calibration: Tensor of images, or iterable of batches.
+        model: Network that is accelerated.
     """
     is_empty = True
     for batch in [calibration] if isinstance(calibration, torch.Tensor) else calibration:
-        images = batch[0] if isinstance(batch, (tuple, list)) else batch
+        images = batch_images(model, batch)
         if len(images):
             is_empty = False
             yield images

@@ -163,6 +163,7 @@ class _Rewriter:
         self.num_maps = program.num_maps
         self.scales: Dict[int, Tuple[float, int]] = {}  # scale and zero by quantised map
         self.writers: Dict[int, int] = {0: IMAGE}
+        self.channels: Dict[int, int] = {0: program.in_channels}
         self.copies: Dict[Tuple[int, bool], int] = {}  # maps in the other form
 
     def run(self) -> Program:
@@ -187,6 +188,7 @@ class _Rewriter:
         """Add an operation that writes a map."""
         self.ops.append(op)
         self.writers[op.target] = index
+        self.channels[op.target] = self._num_channels(op)
         self.scales.pop(op.target, None)
         for quantised in (False, True):
             self.copies.pop((op.target, quantised), None)
@@ -196,25 +198,22 @@ class _Rewriter:
     def _map(self, index: int, op: Any) -> None:
         """An operation that copies or pools channels."""
         scale = self.scales.get(op.source)
-        keeps = (
-            isinstance(op, PoolOp) and not op.average
-            or isinstance(op, AdaptivePoolOp) and op.bins == 1
-            or isinstance(op, SubsampleOp) and op.before % 4 == 0 and self._channels(op.source) % 4 == 0)
-        if scale is not None and not keeps:
+        if scale is not None and not self._reads_quantised(op):
             op, scale = replace(op, source=self._form(op.source, False)), None
         self._add(index, op, None if isinstance(op, AdaptivePoolOp) else scale)
 
-    def _channels(self, number: int) -> int:
-        writer = self.writers[number]
-        while writer != IMAGE:
-            op: Any = self.program.ops[writer]
-            if isinstance(op, ConvOp):
-                return len(op.weight)
-            if isinstance(op, SubsampleOp):
-                return self._channels(op.source) + op.before + op.after
-            number = op.source
-            writer = self.writers[number]
-        return self.program.in_channels
+    def _reads_quantised(self, op: Any) -> bool:
+        if isinstance(op, SubsampleOp):
+            return op.before % 4 == 0 and self.channels[op.source] % 4 == 0
+        return isinstance(op, PoolOp) and not op.average or isinstance(op, AdaptivePoolOp) and op.bins == 1
+
+    def _num_channels(self, op: Any) -> int:
+        """Number of channels of the map that an operation writes."""
+        if isinstance(op, ConvOp):
+            return len(op.weight)
+        if isinstance(op, ConcatOp):
+            return sum(self.channels[source] for source in op.sources)
+        return self.channels[op.source] + (op.before + op.after if isinstance(op, SubsampleOp) else 0)
 
     def _skip(self, index: int, op: SkipOp) -> None:
         """Conversions must not be among the skipped operations, so they come before."""
@@ -237,6 +236,7 @@ class _Rewriter:
         if copy is None:
             copy = self.copies[number, quantised] = self.num_maps
             self.num_maps += 1
+            self.channels[copy] = self.channels[number]
             if quantised:
                 scale, zero = self.scales[copy] = self._choose(self.writers[number])
                 self.ops.append(QuantizeOp(number, copy, torch.tensor([scale]), zero))

@@ -1,7 +1,7 @@
 """Gates, gated blocks and MAC counting"""
 from .forcing import force_gates
 from .gate import ChannelGate, Gate, GatePool, Gating, apply_gate, set_gate_noise, two_layers
-from .gate_state import LastPass, gate_density, gate_logits, gate_masks, gate_scores, gates
+from .gate_state import LastPass, gate_density, gate_logits, gate_masks, gate_scores, gates, logit_biases
 from .gated_blocks import (
     GatedBasicBlock,
     GatedBlock,
@@ -27,7 +27,7 @@ from .macs import (
     run_and_report,
     run_apart,
 )
-from .narrow import Channels, check_map, gated_channels, inner_channels, narrow_map, narrow_maps
+from .narrow import Channels, check_map, gated_channels, inner_channels, map_groups, narrow_map, narrow_maps
 from .skip_gates import GATES, STAGES, Memory, RecurrentGate, SkipGate
 
 __all__ = [
@@ -68,7 +68,9 @@ __all__ = [
     'gated_channels',
     'gates',
     'inner_channels',
+    'logit_biases',
     'mac_formula',
+    'map_groups',
     'narrow_map',
     'narrow_maps',
     'run_and_report',

@@ -121,7 +121,7 @@ class GatePool(Gating, nn.AdaptiveAvgPool2d):
 class Gate(Gating):
     """Base of all gates.
 
-    A subclass defines `num_gates`, `score` and `sample`, and may override `decide` and `weigh`.
+    A subclass defines `num_gates`, `score` and `sample`, and may override `decide`, `weigh` and `logit_biases`.
 
     `logits` and `mask` of the last call stay on the module, each [N, num_gates], and are overwritten by the next call.
     Copies and pickles hold neither them nor `forced`.
@@ -153,6 +153,11 @@ class Gate(Gating):
     def decision(self) -> Optional[torch.Tensor]:
         """Detached binary mask: 1 where the gate was at least partly open."""
         return None if self.mask is None else (self.mask.detach() != 0).to(self.mask.dtype)
+
+    @property
+    def logit_biases(self) -> Dict[str, torch.Tensor]:
+        """The bias that is added to the logits last, under the name '', see `timm_gated.layers.logit_biases`."""
+        return {}
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
         """Logits, [N, num_gates], from the input of the gate."""
@@ -253,6 +258,10 @@ class ChannelGate(Gate):
     @property
     def num_gates(self) -> int:
         return self.fc2.out_features
+
+    @property
+    def logit_biases(self) -> Dict[str, torch.Tensor]:
+        return {'': self.fc2.bias}
 
     def extra_repr(self) -> str:
         return f'temperature={self.temperature:.3g}' + (f', num_ungated={self.num_ungated}' if self.num_ungated else '')

@@ -7,7 +7,7 @@ import torch.nn as nn
 from ..utils import average_batches, unwrap
 from .gate import Gate
 
-__all__ = ['LastPass', 'gate_density', 'gate_logits', 'gate_masks', 'gate_scores', 'gates']
+__all__ = ['LastPass', 'gate_density', 'gate_logits', 'gate_masks', 'gate_scores', 'gates', 'logit_biases']
 
 
 class LastPass:
@@ -85,6 +85,19 @@ def gates(model: Union[nn.Module, LastPass]) -> List[Tuple[str, Gate]]:
     Names are relative to the model without its DDP or `torch.compile` wrapper.
     """
     return LastPass.of(model).gates
+
+
+def logit_biases(model: nn.Module) -> Dict[str, torch.Tensor]:
+    """The bias that is added last to the logits of each gate, [num_gates], by gate name.
+
+    Adding to a bias moves the threshold of the gate. The values are detached views of the parameters; gates may share
+    one. They come from modules with an attribute `logit_biases`, a dictionary by the names of the gates within the
+    module. Gates that do not decide by a threshold are missing.
+    """
+    return {
+        '.'.join(filter(None, (prefix, name))): bias.detach()
+        for prefix, module in unwrap(model).named_modules()
+        for name, bias in getattr(module, 'logit_biases', {}).items()}
 
 
 def gate_logits(model: Union[nn.Module, LastPass]) -> torch.Tensor:

@@ -6,7 +6,8 @@ Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://op
 
 By default the inner maps are gated, after the activation. The forward values are the same as before a ReLU, but closed
 filters get no gradient, which the paper found necessary for stable training. The other positions of its ablation are
-options. The paper does not say which maps of a bottleneck are gated; here both inner ones are, each by its own gate.
+options. The paper does not say which maps of a bottleneck are gated; here both inner ones are, each by its own gate. A
+filter of a grouped convolution (ResNeXt) reads the open inputs of its own group only.
 """
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 # Gates over the inputs and outputs of each convolution, by name. Each decision of a gate switches an equal share of the
-# channels: one filter, or all filters if the gate has a single decision.
+# channels: one filter, or all filters if the gate has a single decision. Convolutions may be grouped.
 GatedConvs = Dict[str, Tuple[Optional[Gate], Optional[Gate]]]
 
 MapMasks = Dict[int, torch.Tensor]  # masks by the index of the feature map
@@ -55,6 +56,9 @@ class GatedBlock(nn.Module):
 
     num_convs: int
 
+    gate_before_act: bool
+    gate_pool: GatePool
+
     def __init__(
             self,
             inplanes: int,
@@ -70,17 +74,37 @@ class GatedBlock(nn.Module):
     ) -> None:
         dd = {'device': device, 'dtype': dtype}
         super().__init__(inplanes, planes, stride, downsample, **kwargs, **dd)
+        self._add_gates(gated_maps, gate_before_act, gate_layer, **dd)
+
+    @classmethod
+    def from_dense(cls, block: Any, **kwargs) -> 'GatedBlock':
+        """Turn timm's block into this class, in place. Its parameters, buffers and children stay the same objects.
+
+        Args:
+            block: Block of the class that this class extends.
+            **kwargs: The options `gated_maps`, `gate_before_act` and `gate_layer`.
+        """
+        block.__class__ = cls
+        block._add_gates(**kwargs, device=block.conv1.weight.device, dtype=block.conv1.weight.dtype)
+        return block
+
+    def _add_gates(
+            self,
+            gated_maps: Optional[Sequence[int]] = None,
+            gate_before_act: bool = False,
+            gate_layer: Callable[..., Gate] = ChannelGate,
+            device=None,
+            dtype=None,
+    ) -> None:
         convs = [getattr(self, f'conv{index}') for index in range(1, self.num_convs + 1)]
-        for conv in convs:
-            if conv.groups > 1:
-                raise ValueError(f'gates need plain convolutions: cardinality must be 1, got {conv.groups}.')
         maps = range(self.num_convs + 1)
         gated_maps = check_maps(maps[1:-1] if gated_maps is None else gated_maps, maps)
         self.gate_before_act = gate_before_act
         self.gate_pool = GatePool()
+        inplanes = convs[0].in_channels
         channels = [inplanes, *(conv.out_channels for conv in convs)]
         for index in maps:  # maps without a gate have None, as after pruning
-            gate = gate_layer(inplanes, channels[index], **dd) if index in gated_maps else None
+            gate = gate_layer(inplanes, channels[index], device=device, dtype=dtype) if index in gated_maps else None
             self.add_module(f'gate{index}', gate)
 
     @property

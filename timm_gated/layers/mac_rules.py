@@ -2,17 +2,19 @@
 
 Counted are convolutions, linear layers, recurrent layers and the projections of attention. Other matrix products are
 recognised, but not counted.
+
+`open_pairs` says which part of a gated convolution runs.
 """
 import inspect
 import math
-from typing import Any, Callable, Dict, Optional, Sequence
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._ops import OpOverloadPacket
 
-__all__ = ['MAC_RULES', 'PARTLY_COUNTED', 'POOLING', 'num_mapped', 'operator_name']
+__all__ = ['MAC_RULES', 'PARTLY_COUNTED', 'POOLING', 'num_mapped', 'open_pairs', 'operator_name']
 
 
 def operator_name(func: Any) -> str:
@@ -31,6 +33,27 @@ def num_mapped(x: torch.Tensor) -> int:
         inner = get_unwrapped(x)
         count, x = count * inner.numel() // max(x.numel(), 1), inner
     return count
+
+
+def open_pairs(masks: Sequence[torch.Tensor], groups: int = 1) -> Tuple[torch.Tensor, int]:
+    """Pairs of an open input and an open output of a convolution that are in the same group: per sample, and in all.
+
+    Every pair costs the same MACs. The result has the dtype of the masks and is differentiable in them.
+
+    Args:
+        masks: Masks of the convolution's inputs, of its outputs or of both, [N, decisions] each, always open channels
+            included. Each decision switches an equal share of the channels, in their order.
+        groups: Number of groups of the convolution.
+    """
+    if len(masks) == 1:  # every channel is in equally many pairs
+        return masks[0].sum(1), masks[0].shape[1]
+    total = 1
+    by_group = []
+    for mask in masks:
+        mask = mask.repeat_interleave(groups // math.gcd(groups, mask.shape[1]), dim=1)
+        by_group.append(mask.unflatten(1, (groups, -1)).sum(2))
+        total *= mask.shape[1]
+    return math.prod(by_group).sum(1), total // groups
 
 
 def _conv(output: torch.Tensor, /, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> int:

@@ -16,12 +16,13 @@ from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from ..utils import evaluation_mode, unwrap
 from .gate import Gate, Gating, report_decision
 from .gate_state import gates
-from .mac_rules import MAC_RULES, PARTLY_COUNTED, POOLING, num_mapped, operator_name
+from .mac_rules import MAC_RULES, PARTLY_COUNTED, POOLING, num_mapped, open_pairs, operator_name
 
 __all__ = [
     'count_macs', 'mac_formula', 'MacCounter', 'MacFormula', 'MacFormulas', 'Macs', 'ModuleMacs', 'run_and_report',
@@ -76,23 +77,24 @@ class MacFormula:
         fixed: MACs that every sample uses: stem, shortcuts, head, and the gates themselves.
         switched: Gated convolutions by name: MACs with all gates open, and the names of the gates, each with its number
             of always open channels.
+        groups: Number of groups of the grouped ones, by name.
     """
     dense: int
     fixed: int
     switched: Dict[str, Tuple[int, Dict[str, int]]]
+    groups: Dict[str, int] = field(default_factory=dict)
 
     def used(self, masks: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """MACs of each sample, [N], float64. A convolution uses its open inputs times its open outputs.
+        """MACs of each sample, [N], float64. Each group of a convolution uses its open inputs times its open outputs.
 
         Args:
             masks: Masks by gate name, [N, num_gates] each. The result is differentiable in them.
         """
         total: Any = self.fixed
-        for macs, ungated in self.switched.values():
-            used: Any = macs
-            for name, always in ungated.items():
-                used = used / (masks[name].shape[1] + always) * (masks[name].double().sum(1) + always)
-            total = total + used
+        for conv, (macs, ungated) in self.switched.items():
+            opened = [F.pad(masks[name].double(), (0, always), value=1.) for name, always in ungated.items()]
+            pairs, all_pairs = open_pairs(opened, self.groups.get(conv, 1))
+            total = total + macs / all_pairs * pairs
         return total
 
 
@@ -142,7 +144,7 @@ class MacCounter(TorchFunctionMode):
     def _reset(self) -> None:
         self._full: Dict[str, int] = {}  # MACs of the batch with everything open
         self._used: Dict[str, torch.Tensor] = {}  # MACs of each sample, where they depend on it
-        self._num_open: Dict[int, torch.Tensor] = {}  # open channels per sample, by id of the gate
+        self._open: Dict[int, torch.Tensor] = {}  # open channels of each sample, 0 or 1, by id of the gate
         self._uncounted: Dict[str, Dict[str, None]] = {}  # modules by operator, in call order
         self._batch: Optional[Tuple[int, torch.device]] = None  # number and device of the samples
 
@@ -157,7 +159,7 @@ class MacCounter(TorchFunctionMode):
         operator = operator_name(func)
         if func is report_decision:
             gate, mask = args
-            self._num_open[id(gate)] = mask.count_nonzero(dim=1) + gate.num_ungated
+            self._open[id(gate)] = F.pad(mask.ne(0).long(), (0, gate.num_ungated), value=1)
         elif func is run_and_report:
             network, x = args
             if id(network) in self._names:
@@ -196,14 +198,14 @@ class MacCounter(TorchFunctionMode):
 
     def _open_part(self, name: str, total: int) -> torch.Tensor:
         """MACs that each input uses of a gated convolution."""
-        used: Any = None
-        for gate in self._switches[name]:
-            if id(gate) not in self._num_open:
-                raise ValueError(f"'{name}' runs before a gate that switches it, so its MACs are unknown.")
-            num_open = self._num_open[id(gate)]
-            used = _share(total, len(num_open)) if used is None else used
-            used = used // (gate.num_gates + gate.num_ungated) * num_open
-        return used
+        if any(id(gate) not in self._open for gate in self._switches[name]):
+            raise ValueError(f"'{name}' runs before a gate that switches it, so its MACs are unknown.")
+        pairs, all_pairs = open_pairs([self._open[id(gate)] for gate in self._switches[name]], self._groups(name))
+        return _share(total, len(pairs)) // all_pairs * pairs
+
+    def _groups(self, name: str) -> int:
+        """Number of groups of a convolution, 1 for other modules."""
+        return getattr(self._model.get_submodule(name), 'groups', 1)
 
     def _add(self, name: str, total: int, inputs: Any, used: Optional[torch.Tensor] = None) -> None:
         """Add the MACs of a call. Several passes, such as those of several crops, add up."""
@@ -277,6 +279,7 @@ class MacCounter(TorchFunctionMode):
             switched={
                 name: (full[name], {self._gate_names[id(gate)]: gate.num_ungated for gate in switching})
                 for name, switching in self._switches.items() if name in full},
+            groups={name: groups for name in self._switches if (groups := self._groups(name)) > 1},
         )
 
     def parameters(self) -> torch.Tensor:
@@ -335,9 +338,9 @@ def count_macs(model: nn.Module, x: torch.Tensor) -> Macs:
     products. The total agrees with fvcore's convolution + linear.
 
     `dense` is the dense network without gates. In `per_sample` a convolution counts its open inputs times its open
-    outputs, and a skipped block counts nothing. Shortcuts, stem and head count in full, and so does the overhead of
-    the gates: the MACs inside `Gating` modules, plus the additions of average pooling there, one per value. Work that
-    the images of a batch share, such as a position table, is divided among them.
+    outputs, group by group, and a skipped block counts nothing. Shortcuts, stem and head count in full, and so does the
+    overhead of the gates: the MACs inside `Gating` modules, plus the additions of average pooling there, one per value.
+    Work that the images of a batch share, such as a position table, is divided among them.
 
     Args:
         model: A gated model, an accelerated one, or any other model of convolutions and linear layers.

@@ -6,17 +6,24 @@ that a config can hold them:
 
     inner_channels: width of each inner map, by block name: {'layer1.0': [9], 'layer1.1': [16]}
     gated_channels: number of these channels that have gates; they come first, and the others are always open
+
+All groups of a grouped convolution keep equally many channels. Its maps keep their order, so either all of their
+channels have gates or none.
 """
+import math
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 import torch.nn as nn
+from timm.layers import BlurPool2d
 from torch.nn.modules.batchnorm import _NormBase
 from torchvision.ops import FrozenBatchNorm2d
 
 from .gate import ChannelGate
 
-__all__ = ['Channels', 'check_map', 'gated_channels', 'inner_channels', 'narrow_map', 'narrow_maps', 'residual_blocks']
+__all__ = [
+    'Channels', 'check_map', 'gated_channels', 'inner_channels', 'map_groups', 'narrow_map', 'narrow_maps',
+]
 
 Channels = Mapping[str, Sequence[int]]  # one number per inner map, by block name
 
@@ -62,34 +69,61 @@ def narrow_maps(model: nn.Module, inner: Optional[Channels] = None, gated: Optio
         new_widths = _check(inner.get(name, widths[name]), widths[name], f'inner_channels of {name}', minimum=1)
         most = [min(pair) for pair in zip(gates[name], new_widths, strict=True)]
         new_gates = _check(gated.get(name, most), most, f'gated_channels of {name}', minimum=0)
-        for index, width, num_gates in zip(_maps(blocks[name]), new_widths, new_gates, strict=True):
-            narrow_map(blocks[name], index, torch.arange(width), num_gates)
+        for index, old, width, num_gates in zip(
+                _maps(blocks[name]), widths[name], new_widths, new_gates, strict=True):
+            groups = map_groups(blocks[name], index)
+            if width % groups:
+                raise ValueError(
+                    f'inner_channels of {name} must be multiples of {groups}, the number of groups of a convolution; '
+                    f'got {width}.')
+            if groups > 1 and num_gates not in (0, width):
+                raise ValueError(
+                    f'gated_channels of {name} must be 0 or {width}, since the channels of a grouped convolution keep '
+                    f'their order; got {num_gates}.')
+            keep = torch.arange(old).view(groups, -1)[:, :width // groups].flatten()
+            narrow_map(blocks[name], index, keep, num_gates)
 
 
-def narrow_map(block: Any, index: int, keep: torch.Tensor, num_gates: int = 0) -> None:
+def map_groups(block: Any, index: int) -> int:
+    """Number of parts of an inner map that must keep equally many channels, 1 unless a convolution is grouped.
+
+    Args:
+        block: The residual block.
+        index: Index of the map; 1 is the output of conv1.
+    """
+    return math.lcm(*(getattr(block, f'conv{index + side}').groups for side in (0, 1)))
+
+
+def narrow_map(
+        block: Any,
+        index: int,
+        keep: torch.Tensor,
+        num_gates: int = 0,
+        closed: Optional[torch.Tensor] = None,
+) -> None:
     """Keep some channels of an inner map of a residual block, in place.
 
     Args:
-        block: A residual block of plain convolutions and batch norms.
+        block: A residual block of convolutions and batch norms.
         index: Index of the map; 1 is the output of conv1.
-        keep: Channels to keep, in their new order. If empty, one channel with zero weights remains, since a
-            convolution needs at least one.
+        keep: Channels to keep, in their new order, at least one. Equally many of each group, if there are groups.
         num_gates: Number of kept channels that keep their gates, the first ones; the others become always open.
+        closed: Kept channels whose values are ignored, boolean: they only fill their group.
     """
     check_map(block, index)
     conv, norm, reader = (getattr(block, name) for name in (f'conv{index}', f'bn{index}', f'conv{index + 1}'))
     gate = _gate(block, index)
-    if not len(keep):
-        with torch.no_grad():
-            reader.weight[:, 0] = 0
-        keep = torch.zeros(1, dtype=torch.long)
     keep = keep.to(conv.weight.device)
     _take(conv, ('weight', 'bias'), keep)
     _take(norm, ('weight', 'bias', 'running_mean', 'running_var'), keep)
-    _take(reader, ('weight',), keep, dim=1)
+    _take_inputs(reader, keep, closed)
     conv.out_channels = reader.in_channels = len(keep)
     if isinstance(norm, _NormBase):
         norm.num_features = len(keep)
+    between = getattr(block, 'aa', None) if index == _maps(block)[-1] else None
+    if isinstance(between, BlurPool2d):
+        _take(between, ('filt',), keep)
+        between.channels = len(keep)
     if gate is not None and num_gates:
         _take(gate.fc2, ('weight', 'bias'), keep[:num_gates])
         gate.fc2.out_features = num_gates
@@ -124,7 +158,7 @@ def check_map(block: Any, index: int) -> None:
     names = (f'conv{index}', f'bn{index}', f'conv{index + 1}')
     conv, norm, reader = (getattr(block, name, None) for name in names)
     gate: Optional[nn.Module] = _gate(block, index)
-    plain = all(type(module) is nn.Conv2d and module.groups == 1 for module in (conv, reader))
+    plain = all(type(module) is nn.Conv2d for module in (conv, reader))
     if not plain or not isinstance(norm, (_NormBase, FrozenBatchNorm2d)):
         raise ValueError(
             f'only plain convolutions with batch norms can be narrowed, this {type(block).__name__} has '
@@ -138,19 +172,33 @@ def check_map(block: Any, index: int) -> None:
             f'a channel that is closed before {getattr(block, f"act{index}")} is not zero after it, so it cannot be '
             f'removed.')
     between = getattr(block, 'aa', None)
-    if between is not None and not isinstance(between, nn.Identity):
+    if between is not None and not isinstance(between, (nn.Identity, nn.AvgPool2d, BlurPool2d)):
         raise ValueError(f'a block with {type(between).__name__} between its convolutions cannot be narrowed.')
 
 
-def _take(module: nn.Module, names: Sequence[str], keep: torch.Tensor, dim: int = 0) -> None:
+def _take(module: nn.Module, names: Sequence[str], keep: torch.Tensor) -> None:
     """Select channels of parameters and buffers that are not None."""
     for name in names:
         tensor = getattr(module, name)
-        if tensor is None:
-            continue
-        selected = tensor.detach().index_select(dim, keep)
-        if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous():
-            selected = selected.to(memory_format=torch.channels_last)
-        if isinstance(tensor, nn.Parameter):
-            selected = nn.Parameter(selected, requires_grad=tensor.requires_grad)
-        setattr(module, name, selected)
+        if tensor is not None:
+            _replace(module, name, tensor.detach().index_select(0, keep))
+
+
+def _take_inputs(conv: nn.Conv2d, keep: torch.Tensor, closed: Optional[torch.Tensor]) -> None:
+    """Select inputs of a convolution, equally many of each group, and ignore the closed ones of them."""
+    def by_filter(values: torch.Tensor) -> torch.Tensor:  # [filters, inputs of a group]
+        return values.to(keep.device).view(conv.groups, -1).repeat_interleave(conv.out_channels // conv.groups, 0)
+
+    inputs = by_filter(keep % (conv.in_channels // conv.groups))
+    weight = conv.weight.detach().gather(1, inputs[:, :, None, None].expand(-1, -1, *conv.weight.shape[2:]))
+    if closed is not None:
+        weight[by_filter(closed)] = 0
+    _replace(conv, 'weight', weight)
+
+
+def _replace(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Replace a tensor of a module; the memory format and the kind of tensor are kept."""
+    old = getattr(module, name)
+    if old.ndim == 4 and old.is_contiguous(memory_format=torch.channels_last) and not old.is_contiguous():
+        value = value.to(memory_format=torch.channels_last)
+    setattr(module, name, nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value)

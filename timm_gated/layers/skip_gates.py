@@ -153,6 +153,10 @@ class _FeedForwardGate(SkipGate):
     def num_gates(self) -> int:
         return self.fc.out_features // 2
 
+    @property
+    def logit_biases(self) -> Dict[str, torch.Tensor]:
+        return {'': self.fc.bias[1::2]}  # of the open outcome
+
     def score(self, x: torch.Tensor) -> torch.Tensor:
         outcomes = self.fc(self.body(x)).unflatten(1, (-1, 2))
         return outcomes[..., 1] - outcomes[..., 0]

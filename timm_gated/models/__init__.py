@@ -15,6 +15,7 @@ from ._registry import check_model_name, check_weights, entry_points, list_gated
 from .cifar_resnet import CifarResNet, PadShortcut
 from .convnet_aig import AigBasicBlock, AigBottleneck, AigGate, TargetRate, target_rate_loss
 from .fbs import Suppression
+from .gate_model import gate
 from .gated_cifar_resnet import GatedCifarResNet
 from .gated_resnet import GatedResNet
 from .gaternet import GateSparsity
@@ -42,6 +43,7 @@ __all__ = [
     'check_weights',
     'checkpoint_filter_fn',
     'entry_points',
+    'gate',
     'list_gated_models',
     'list_weights',
     'near_models',

@@ -1,6 +1,6 @@
 """Build gated networks with timm's builder"""
 from functools import partial
-from typing import Any, Dict, Iterable, Mapping, Optional, Type
+from typing import Any, Callable, Dict, Iterable, Mapping, Optional
 
 import torch.nn as nn
 from timm.models import build_model_with_cfg
@@ -15,11 +15,11 @@ from ._method import BUILD_OPTIONS, GatingMethod
 __all__ = ['build_model', 'build_gated_net', 'from_dense_options']
 
 
-def build_model(model_cls: Type[nn.Module], variant: str, pretrained: bool, **kwargs) -> Any:
+def build_model(model_cls: Callable[..., nn.Module], variant: str, pretrained: bool, **kwargs) -> Any:
     """Call timm's builder after checking the options that a downloaded config sets.
 
     Args:
-        model_cls: Class of the model.
+        model_cls: Class of the model, or a function that builds it.
         variant: Name of the entry point.
         pretrained: Load the weights of the pretrained config.
         **kwargs: Arguments of timm's builder and of the model.
@@ -32,7 +32,7 @@ def build_model(model_cls: Type[nn.Module], variant: str, pretrained: bool, **kw
 
 
 def build_gated_net(
-        model_cls: Type[GatedNet],
+        model_cls: Callable[..., GatedNet],
         variant: str,
         pretrained: bool,
         dense_variant: str,
@@ -45,7 +45,7 @@ def build_gated_net(
     """Build a gated network.
 
     Args:
-        model_cls: Class of the network.
+        model_cls: Class of the network, or a function that builds it.
         variant: Name of the entry point.
         pretrained: Load the weights of the pretrained config.
         dense_variant: Entry point of the dense counterpart.

@@ -47,6 +47,18 @@ class GatedNet(nn.Module):
             **kwargs,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._equip(objective, budget, budget_weight, gather_gates, inner_channels, gated_channels)
+
+    def _equip(
+            self,
+            objective: Optional[Callable[[], Objective]] = GateLosses,
+            budget: Optional[float] = None,
+            budget_weight: Optional[float] = None,
+            gather_gates: bool = False,
+            inner_channels: Optional[Channels] = None,
+            gated_channels: Optional[Channels] = None,
+    ) -> None:
+        """Narrow the blocks and add the objectives. Called once the network has all of its blocks."""
         narrow_maps(self, inner_channels, gated_channels)
         self.link_gates()
         # The last children: timm's feature extraction runs children in order, up to the last one it needs.

@@ -83,6 +83,10 @@ class AigGate(ChannelGate):
     def num_gates(self) -> int:
         return self.fc2.out_features // 2
 
+    @property
+    def logit_biases(self) -> Dict[str, torch.Tensor]:
+        return {'': self.fc2.bias[1::2]}  # of the open outcome
+
     def score(self, x: torch.Tensor) -> torch.Tensor:
         outcomes = super().score(x).unflatten(1, (-1, 2))
         return outcomes[..., 1] - outcomes[..., 0]

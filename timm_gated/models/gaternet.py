@@ -150,6 +150,15 @@ class _GaterNet(CarryNet):
     def begin(self, images: torch.Tensor) -> torch.Tensor:
         return self.gater(images)
 
+    @property
+    def logit_biases(self) -> Dict[str, torch.Tensor]:
+        """Parts of the bias of the gater's last layer, by name of the gate."""
+        bias: Any = self.gater.fc2.bias
+        found = {}
+        for name, gate in gates(self):  # in the order in which blocks take logits
+            found[name], bias = bias[:gate.num_gates], bias[gate.num_gates:]
+        return found
+
     def prune_intermediate_layers(self, *args, **kwargs) -> List[int]:
         """Prune layers as timm does. Without the head the objectives of the classifier are removed too."""
         indices = super().prune_intermediate_layers(*args, **kwargs)  # type: ignore[misc]

@@ -134,6 +134,13 @@ class _SkipNet(CarryNet):
             assert block.gate is not None
             block.gate.follow()
 
+    @property
+    def logit_biases(self) -> Dict[str, torch.Tensor]:
+        """The bias of the output layer that all recurrent gates share, by name of the gate."""
+        recurrent = {name: gate for name, gate in gates(self) if isinstance(gate, RecurrentGate)}
+        biases = [gate.fc.bias for gate in recurrent.values() if hasattr(gate, 'fc')]
+        return dict.fromkeys(recurrent, biases[0]) if biases else {}
+
 
 class SkipResNet(_SkipNet, GatedResNet):
     """timm's ResNet of blocks that are executed or skipped."""

@@ -6,10 +6,11 @@ from typing import Any, Dict, Mapping, Optional, Tuple
 import timm
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from timm.models._input import update_model_args
 
 from ..analysis import gate_kinds
-from ..layers import ChannelGate, Gating, check_map, gated_channels, gates, inner_channels, narrow_map
+from ..layers import ChannelGate, Gating, check_map, gated_channels, gates, inner_channels, map_groups, narrow_map
 from ..models import GatedNet
 
 __all__ = ['blocks_of_gates', 'keep_used_filters', 'without_gates']
@@ -22,6 +23,9 @@ def keep_used_filters(
         keep_gates: bool = True,
 ) -> nn.Module:
     """Copy of a network without the filters that are always off, in evaluation mode.
+
+    Groups of a grouped convolution keep equally many filters, so some that are always off remain. There, a map loses
+    its gates only if none of them is conditional.
 
     Args:
         model: Network with channel gates.
@@ -39,17 +43,28 @@ def keep_used_filters(
     pruned.eval()  # not chained: eval() of mmseg's backbones returns None
     for name, share in open_share.items():
         block_name, index = blocks[name]
-        gate: Any = pruned.get_submodule(name)
+        block: Any = pruned.get_submodule(block_name)
+        share = F.pad(share, (0, pruned.get_submodule(name).num_ungated), value=1.)  # type: ignore[arg-type]
         kinds = gate_kinds(share, threshold)
-        ungated = torch.arange(gate.num_gates, gate.num_gates + gate.num_ungated)
-        switched = torch.where(kinds == 1)[0]
-        always = torch.cat((torch.where(kinds == 0)[0], ungated))
-        if keep_gates:
-            keep, num_gates = torch.cat((switched, always)), len(switched)
-        else:
-            keep, num_gates = torch.cat((switched, always)).sort().values, 0
-        narrow_map(pruned.get_submodule(block_name), index, keep, num_gates)
+        keep = _used_channels(share, kinds, map_groups(block, index))
+        closed = kinds[keep] == 2
+        num_gates = 0
+        if keep_gates and (kinds[keep] == 1).any():
+            num_gates = len(keep)
+            if map_groups(block, index) == 1:  # those without a gate come last
+                keep = keep[kinds[keep].argsort(descending=True, stable=True)]
+                num_gates = int((kinds == 1).sum())
+        narrow_map(block, index, keep, num_gates, closed if not num_gates else None)
     return _replace_networks(pruned)
+
+
+def _used_channels(share: torch.Tensor, kinds: torch.Tensor, groups: int) -> torch.Tensor:
+    """Channels that are not always off, in order. Each group keeps as many as the largest, and at least one."""
+    used = (kinds != 2).view(groups, -1)
+    count = max(int(used.sum(1).max()), 1)
+    ranked = (used + share.view(groups, -1)).argsort(dim=1, descending=True, stable=True)
+    starts = torch.arange(0, len(kinds), used.shape[1])[:, None]
+    return (ranked[:, :count].sort(dim=1).values + starts).flatten()
 
 
 @singledispatch
@@ -101,10 +116,15 @@ def blocks_of_gates(model: nn.Module) -> Dict[str, Tuple[str, int]]:
         block_name, _, own_name = name.rpartition('.')
         block = model.get_submodule(block_name)
         index = next((i for i in (1, 2) if own_name == f'gate{i}'), None)
-        if type(gate) is not ChannelGate or index is None or not hasattr(block, f'conv{index + 1}'):
+        switched = {
+            (conv, side) for conv, pair in getattr(block, 'gated_convs', {}).items()
+            for side, other in enumerate(pair) if other is gate}
+        if type(gate) is not ChannelGate or index is None \
+                or switched != {(f'conv{index}', 1), (f'conv{index + 1}', 0)}:
             raise ValueError(
                 f"gate '{name}' is a {type(gate).__name__} in a {type(block).__name__}; only inner maps gated by a "
-                f'ChannelGate can be pruned.')
+                f'ChannelGate can be pruned: gate1 between conv1, with the norm bn1, and conv2, or gate2 between conv2 '
+                f'and conv3.')
         check_map(block, index)
         found[name] = block_name, index
     return found

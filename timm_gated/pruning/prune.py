@@ -87,7 +87,8 @@ def prune_static(
     """Remove the filters whose gate is almost always off, and the gates that are almost always on.
 
     The output is unchanged for every input whose removed filters were off and whose removed gates were on. The result
-    is a smaller network of the same family, or a dense one if no gate is left. The model itself is not changed.
+    is a smaller network of the same family, or a dense one if no gate is left. The groups of a grouped convolution keep
+    equally many filters: those of the largest group. The model itself is not changed.
 
     Args:
         model: Gated classifier.
@@ -240,6 +241,10 @@ def _check_classifier(model: nn.Module) -> nn.Module:
 
 
 def _check_head(model: Any, classes: Sequence[int]) -> nn.Linear:
+    if not hasattr(model, 'get_classifier') or not hasattr(model, 'reset_classifier'):
+        raise ValueError(
+            f'this {type(model).__name__} has no methods get_classifier and reset_classifier, as models of timm have, '
+            f'to select {len(classes)} classes. prune_static keeps the head.')
     head = model.get_classifier()
     if not isinstance(head, nn.Linear):
         raise ValueError(f'the head must be a linear layer to select {len(classes)} classes, got {head}.')

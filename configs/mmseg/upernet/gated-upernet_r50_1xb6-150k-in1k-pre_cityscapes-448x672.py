@@ -1,0 +1,3 @@
+# Gated UPerNet with ResNet-50.
+_base_ = ['mmseg::_base_/models/upernet_r50.py', '../_base_/gated_cityscapes_448x672_150k.py']
+model = _base_.gated_model
