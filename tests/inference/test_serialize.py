@@ -43,6 +43,8 @@ from timm_gated.inference.program import Int8LinearOp, OutputOp, Program, Quanti
 from timm_gated.inference.serialize import COLUMNS, Network, decode, encode, save_network
 from timm_gated.inference.sliced import SlicedRunner
 
+ZERO = COLUMNS.index('zero')
+
 both = pytest.mark.parametrize('backend', ['native', 'torch'])
 
 
@@ -299,8 +301,8 @@ def set_value(name: str, value: float) -> Any:
     (lambda tensors: tensors.update({'1.bias': tensors['1.bias'].float()}), '1.bias must be torch.int32'),
     (lambda tensors: tensors.update({'1.ratio': torch.ones(16)}), "'1.ratio' is not part of the network"),
     (lambda tensors: tensors.pop('1.multiplier'), '1.multiplier is missing'),
-    (lambda tensors: tensors['operations'][0].__setitem__(-1, 256), 'zero must be an integer between 0 and 255'),
-    (lambda tensors: tensors['operations'][1].__setitem__(-1, -1), 'zero must be an integer between 0 and 255'),
+    (lambda tensors: tensors['operations'][0].__setitem__(ZERO, 256), 'zero must be an integer between 0 and 255'),
+    (lambda tensors: tensors['operations'][1].__setitem__(ZERO, -1), 'zero must be an integer between 0 and 255'),
 ])
 def test_wrong_content_of_int8_files(change, message, tmp_path):
     path = tmp_path / 'model.tgn'
