@@ -215,7 +215,7 @@ def map_shapes(program: Program, height: int, width: int) -> Optional[List[Tuple
     'gated_resnext50_32x4d', 'gated_resnetblur18', 'gated_resnetaa34d', 'gated_seresnet18'} & set(timm.list_models())))
 @pytest.mark.parametrize('masks', [None, 'closed'], ids=str)
 def test_gated_variants(name, masks, tmp_path):
-    model, x = create(name, layers=(1, 1, 1, 1), channels=(16, 16, 32, 32)), images(3, 32, 48)
+    model, x = create(name, layers=(1, 1, 1, 1), channels=(16, 16, 32, 32)), images(3, 32, 64)
     with force_gates(model, masks) if masks else nullcontext():
         path = export_onnx(model, tmp_path / 'net.onnx', x.shape[1:], conditional=True)
         assert onnx_difference(path, model, x) < 1e-4

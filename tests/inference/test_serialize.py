@@ -43,6 +43,8 @@ from timm_gated.inference.program import Int8LinearOp, OutputOp, Program, Quanti
 from timm_gated.inference.serialize import COLUMNS, Network, decode, encode, save_network
 from timm_gated.inference.sliced import SlicedRunner
 
+ZERO = COLUMNS.index('zero')
+
 both = pytest.mark.parametrize('backend', ['native', 'torch'])
 
 
