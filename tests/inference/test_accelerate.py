@@ -23,7 +23,7 @@ from nets import shuffle
 from paths import ROOT
 from timm.models.resnet import ResNet as ResNetOfTimm
 
-from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d
+from mmseg_plugin import GatedResNet, GatedResNetV1c, GatedResNetV1d, GatedResNeXt
 from timm_gated import ChannelGate, accelerate, force_gates, gates, instruction_sets
 from timm_gated.inference import native
 
@@ -88,7 +88,8 @@ def test_per_image_forced_masks_are_refused():
 @backends
 @pytest.mark.parametrize('cls, kwargs', [
     (GatedResNet, dict(depth=18)), (GatedResNetV1c, dict(depth=50, **D8)), (GatedResNetV1d, dict(depth=18, **D8)),
-    (GatedResNet, dict(depth=50, style='caffe', out_indices=(0, 2))), (ResNet, dict(depth=18))])
+    (GatedResNet, dict(depth=50, style='caffe', out_indices=(0, 2))), (ResNet, dict(depth=18)),
+    (GatedResNeXt, dict(depth=50, groups=4, base_width=8, base_channels=16, **D8))])
 def test_backbones_of_mmseg(cls, kwargs, backend, isa):
     torch.manual_seed(0)
     model = shuffle(cls(**kwargs))

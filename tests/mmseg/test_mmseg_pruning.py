@@ -61,10 +61,7 @@ def test_backbones(cls, depth, kwargs, keep_gates, tmp_path):
         again = MODELS.build(backbone_cfg(pruned))
         again.load_state_dict(pruned.state_dict())
         again.eval()
-        networks = [pruned, again]
-        if cls is not GatedResNeXt:  # grouped convolutions cannot be accelerated
-            networks.append(accelerate(again))
-        for outputs in (network(x) for network in networks):
+        for outputs in (network(x) for network in (pruned, again, accelerate(again))):
             for ours, theirs in zip(outputs, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     before, after = (sum(map(sum, inner_channels(net).values())) for net in (model, again))
