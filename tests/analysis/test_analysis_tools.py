@@ -98,9 +98,9 @@ def test_evaluate_accelerated(data, checkpoints, tmp_path, capsys):
 
 def test_evaluate_counts_different_predictions(data, checkpoints, tmp_path, monkeypatch):
     class Wrong(torch.nn.Module):
-        def __init__(self, net):
+        def __init__(self, net, **kwargs):
             super().__init__()
-            self.net = accelerate(net)
+            self.net = accelerate(net, **kwargs)
 
         def forward(self, x):
             return -self.net(x)  # the least likely class
