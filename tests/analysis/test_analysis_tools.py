@@ -1,4 +1,5 @@
 """Analysis tools on the command line: reports, tables, figures and errors"""
+import copy
 import json
 import os
 import re
@@ -97,15 +98,14 @@ def test_evaluate_accelerated(data, checkpoints, tmp_path, capsys):
 
 
 def test_evaluate_counts_different_predictions(data, checkpoints, tmp_path, monkeypatch):
-    class Wrong(torch.nn.Module):
-        def __init__(self, net, **kwargs):
-            super().__init__()
-            self.net = accelerate(net, **kwargs)
+    def negate_classifier(net, **kwargs):
+        net = copy.deepcopy(net)
+        classifier = net.get_classifier()
+        for parameter in classifier.parameters():
+            parameter.data.neg_()  # the least likely class
+        return accelerate(net, **kwargs)
 
-        def forward(self, x):
-            return -self.net(x)  # the least likely class
-
-    monkeypatch.setattr('timm_gated.accelerate', Wrong)
+    monkeypatch.setattr('timm_gated.accelerate', negate_classifier)
     target = tmp_path / 'evaluation.json'
     assert run_tool(
         'evaluate', *NET, '--checkpoint', checkpoints / 'gated.pth.tar', '--data-dir', data, '--workers', '0',
