@@ -21,8 +21,8 @@ _MAX_MACS = 2 ** 40  # of a gate
 
 # Limits of int8 convolutions, whose sums then fit into 32 bits (csrc/operations.c)
 INT8_WEIGHT = 63  # sums of two products fit into 16 bits
-INT8_DEPTH = 2 ** 16  # input channels times taps
-INT8_BIAS = 2 ** 29
+INT8_DEPTH = 3 * 2 ** 14  # input channels times taps
+INT8_BIAS = 2 ** 30  # has room for what the zeros of the deepest input contribute
 INT8_RATIO = 2 ** 20
 
 
