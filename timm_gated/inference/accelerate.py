@@ -357,10 +357,12 @@ def _network_of(parts: Trunk, names: Mapping[int, str]) -> Tuple[Network, Option
 
 def _in_float32(program: Program) -> Program:
     """The program with float32 tensors on the CPU."""
-    ops: List[Any] = [
-        replace(op, **{name: value.to('cpu', torch.float32) for name, value in vars(op).items()
-                       if isinstance(value, torch.Tensor)}) for op in program.ops]
-    return replace(program, ops=ops)
+    def convert(op: Op) -> Op:
+        tensors: Dict[str, Any] = {
+            name: value.to('cpu', torch.float32) for name, value in vars(op).items() if isinstance(value, torch.Tensor)}
+        return replace(op, **tensors)
+
+    return replace(program, ops=[convert(op) for op in program.ops])
 
 
 def _as_modules(classifier: Sequence[Op]) -> nn.Sequential:
