@@ -173,16 +173,18 @@ def test_blocks_that_are_skipped_may_stay_in_float32():
 
 
 def test_deepest_input_with_the_largest_zero():
-    """Weights of one sign and negative inputs: the bias has its largest value, and nothing overflows."""
+    """Weights of one sign and an input that is rarely negative: the bias has its largest value."""
     program = Program(INT8_DEPTH, [
         ConvOp(0, 1, torch.ones(2, INT8_DEPTH, 1, 1), torch.tensor([1., -1.])), OutputOp(1)], num_maps=2)
-    x = -torch.rand(1, INT8_DEPTH, 1, 3)
+    x = torch.zeros(1, INT8_DEPTH, 1, 3)
+    x[0, 0, 0, 0] = -1
     quantised = quantize(program, observe_ranges(program, [x]), 'max')
-    assert isinstance(quantised.ops[1], Int8ConvOp) and quantised.ops[0].zero == 255
+    conv = quantised.ops[1]
+    assert quantised.ops[0].zero == 255 and conv.bias.min() <= -255 * INT8_WEIGHT * INT8_DEPTH
     for isa in instruction_sets('int8'):
         output, = NativeRunner(quantised, isa)(x)
         assert torch.equal(output, run_reference(quantised, x).outputs[0])
-    assert torch.allclose(output, NativeRunner(program)(x)[0], rtol=0.01)
+    assert torch.allclose(output, NativeRunner(program)(x)[0], atol=0.01)
 
 
 class Layers(Sample):
@@ -241,7 +243,7 @@ def test_a_busy_machine_does_not_decide(monkeypatch):
     def profile(runner: NativeRunner, *args: Any, **kwargs: Any) -> list:
         ops = runner.program.ops
         is_int8 = any(isinstance(op, Int8ConvOp) for op in ops)
-        return [('', 2. if not is_int8 else 50. if next(calls) % 5 else 1.)] * len(ops)
+        return [('', 2. if not is_int8 else 1. if next(calls) % 5 == 3 else 50.)] * len(ops)
 
     monkeypatch.setattr(NativeRunner, 'profile', profile)
     monkeypatch.setattr(mixed, '_is_faster', lambda *args: True)
