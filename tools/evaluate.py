@@ -12,10 +12,10 @@ A checkpoint belongs to --model unless it is written as MODEL=FILE. Without one,
 evaluated. tools/tradeoff.py draws the JSON file.
 
 --accelerate also runs each network through `timm_gated.accelerate`, on the CPU. It adds the accuracy of the accelerated
-network, the number of images whose prediction differs, the share of equal gate decisions, and milliseconds per image at
-batch 1: accelerated, the accelerated dense counterpart, and the network in eager torch. The first table describes the
-network itself. --precision int8 quantises the accelerated networks; images of the training split, as the network gets
-them in evaluation, choose the ranges.
+network, the number of images whose prediction differs, the share of equal gate decisions, the number of convolutions
+in int8, and milliseconds per image at batch 1: accelerated, the accelerated dense counterpart, and the network in eager
+torch. The first table describes the network itself. --precision int8 quantises the accelerated networks; images of the
+training split, as the network gets them in evaluation, choose the ranges.
 """
 from __future__ import annotations
 
