@@ -30,7 +30,7 @@ INT8 = 'openvino_int8'
 DENSE_RUNTIMES = (*BASELINES, INT8)
 
 
-_ONEDNN_NAMES = {'avx512': None, 'avxvnni': 'AVX2_VNNI', 'avx2': 'AVX2', 'portable': 'SSE41'}
+_ONEDNN_NAMES = {'avxvnni': 'AVX2_VNNI', 'avx2': 'AVX2'}
 
 
 def is_int8(runtime: str) -> bool:
@@ -42,12 +42,12 @@ def limit_onednn(isa: Sequence[str]) -> None:
     """Limit torch and OpenVINO to an instruction set, if our kernels use only this one.
 
     Call it before torch is imported. Both use oneDNN, which reads a variable of the environment; one that is already
-    set is kept. ONNX Runtime cannot be limited.
+    set is kept. ONNX Runtime cannot be limited, nor can OpenVINO to less than AVX2.
 
     Args:
         isa: Instruction sets of the native kernels.
     """
-    name = _ONEDNN_NAMES[isa[0]] if len(isa) == 1 else None
+    name = _ONEDNN_NAMES.get(isa[0]) if len(isa) == 1 else None
     if name is not None:
         os.environ.setdefault('ONEDNN_MAX_CPU_ISA', name)
 

@@ -23,9 +23,9 @@ def test_pspnet(tmp_path, monkeypatch):
     rows = json.loads((tmp_path / 'results.json').read_text())['rows']
     assert [(row['network'], row['runtime'], row['batch_size'], row['image_size']) for row in rows] == [
         (network, runtime, 1, [48, 96]) for network, runtimes in (
-            ('pspnet_r50', ('eager', 'openvino', 'native portable')),
-            ('gated_pspnet_r50', ('masked', 'torch', 'native portable'))) for runtime in runtimes]
-    assert rows[3]['gmacs'] == rows[0]['gmacs'] and 0.3 < rows[4]['gmacs'] / rows[0]['gmacs'] < 0.9
+            ('pspnet_r50', ('eager', 'openvino')), ('gated_pspnet_r50', ('masked', 'torch')))
+        for runtime in (*runtimes, 'native portable', 'native portable int8')]
+    assert rows[4]['gmacs'] == rows[0]['gmacs'] and 0.3 < rows[5]['gmacs'] / rows[0]['gmacs'] < 0.9
 
 
 @torch.no_grad()
@@ -47,7 +47,8 @@ def test_default_networks(installed, monkeypatch, capsys):
     tool = load_tool('benchmark_inference')
     monkeypatch.setattr(tool, 'has_mmseg', lambda: installed)
     args = SimpleNamespace(
-        networks=None, quick=False, simulate=None, batch_sizes=[1, 32], img_size=None, checkpoint=None)
+        networks=None, quick=False, simulate=None, batch_sizes=[1, 32], img_size=None, checkpoint=None,
+        dense_weights=None)
     expected = ['gated_resnet18', 'gated_resnet34', 'gated_resnet50', *['gated_pspnet_r50'] * installed]
     assert [network.name for network in tool.choose_networks(args)] == expected
     assert ('skipped pspnet_r50: mmsegmentation is not installed' in capsys.readouterr().out) is not installed
