@@ -109,7 +109,7 @@ def test_random_programs():
 
     run_program()
     # Most programs run, and some are refused.
-    assert 0.6 <= seen['runs'] / seen['all'] <= 0.95 and seen['exact'] >= 0.8 * seen['runs'], seen
+    assert 0.6 <= seen['runs'] / seen['all'] <= 0.95 and seen['exact'] >= 0.5 * seen['runs'], seen
     assert all(seen[name] >= 0.05 * seen['runs'] for name in FEATURES), seen
 
 
