@@ -67,8 +67,14 @@ def measure_accuracies(
     return accuracies
 
 
-def accuracy_table(accuracies: Sequence[Accuracy]) -> str:
-    """Format the accuracies."""
+def accuracy_table(accuracies: Sequence[Accuracy], calibration_images: int) -> str:
+    """Format the accuracies.
+
+    Args:
+        accuracies: Accuracies of all networks.
+        calibration_images: Number of images that int8 was calibrated on.
+    """
     cells = [['network', 'runtime', 'validation images', 'top-1'], *(
         [row.network, row.runtime, f'{row.num_images}', f'{row.top1:.2f}'] for row in accuracies)]
-    return f'Accuracies. Int8 is calibrated on the same images everywhere.\n{format_table(cells)}\n'
+    return (f'Accuracies. Int8 is calibrated on the same {calibration_images} validation images everywhere.\n'
+            f'{format_table(cells)}\n')

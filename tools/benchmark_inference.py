@@ -342,7 +342,7 @@ def main(argv: Optional[List[str]] = None) -> int:
                 f'{isa} {peak:.0f} GFLOP/s' for isa, peak in peaks.items())
         summary = f'{conditions}\n\n{table(rows, peaks)}\n{LEGEND}\n'
         if accuracies:
-            summary += f'\n{accuracy_table(accuracies)}'
+            summary += f'\n{accuracy_table(accuracies, CALIBRATION_IMAGES)}'
         if fits:
             summary += f'\n{fit_table(fits)}'
         (folder / 'table.txt').write_text(summary)

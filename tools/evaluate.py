@@ -12,10 +12,10 @@ A checkpoint belongs to --model unless it is written as MODEL=FILE. Without one,
 evaluated. tools/tradeoff.py draws the JSON file.
 
 --accelerate also runs each network through `timm_gated.accelerate`, on the CPU. It adds the accuracy of the accelerated
-network, the number of images whose prediction differs, the share of equal gate decisions, and milliseconds per image at
-batch 1: accelerated, the accelerated dense counterpart, and the network in eager torch. The first table describes the
-network itself. --precision int8 quantises the accelerated networks; images of the training split, as the network gets
-them in evaluation, choose the ranges.
+network, the number of images whose prediction differs, the share of equal gate decisions, the number of convolutions
+in int8, and milliseconds per image at batch 1: accelerated, the accelerated dense counterpart, and the network in eager
+torch. The first table describes the network itself. --precision int8 quantises the accelerated networks; images of the
+training split, as the network gets them in evaluation, choose the ranges.
 """
 from __future__ import annotations
 
@@ -74,6 +74,16 @@ def accelerated(network: nn.Module, model: str, args: argparse.Namespace) -> nn.
         return accelerate(network, precision=args.precision, calibration=calibration)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"--accelerate does not support '{model}': {error} Run without --accelerate.") from error
+
+
+def count_int8(fast: nn.Module) -> Dict[str, int]:
+    """Count the convolutions of accelerated networks: those in int8 and all of them, linear layers included."""
+    from timm_gated.inference import Accelerated
+    from timm_gated.inference.program import ConvOp, Int8ConvOp, Int8LinearOp
+    ops = [op for part in fast.modules() if isinstance(part, Accelerated) for op in part.runner.program.ops]
+    return {
+        'int8': sum(isinstance(op, (Int8ConvOp, Int8LinearOp)) for op in ops),
+        'all': sum(isinstance(op, ConvOp) for op in ops)}
 
 
 def time_in_turns(sides: Dict[str, nn.Module], images: Sequence[torch.Tensor]) -> Dict[str, float]:
@@ -161,7 +171,7 @@ def evaluate(text: str, args: argparse.Namespace) -> Result:
             output, decisions = fast.run_with_decisions(batch[0])
             predictions.extend(output.argmax(1).tolist())
             yield batch
-            equal = [decisions[name] == gate.decision.bool() for name, gate in gates(network)]
+            equal = [decisions[name][:, :gate.num_gates] == gate.decision.bool() for name, gate in gates(network)]
             equal_decisions.extend(torch.cat(equal, dim=1).float().mean(1).tolist() if equal else [])
 
     record = record_gates(network, run_both() if fast is not None else batches, data.class_names, data.step)
@@ -173,7 +183,7 @@ def evaluate(text: str, args: argparse.Namespace) -> Result:
             'top1': 100 * sum(record.label == predictions) / record.num_samples,
             'different_predictions': int(sum(record.prediction != predictions)),
             'equal_decisions': statistics.fmean(equal_decisions) if equal_decisions else None,
-            **measure_speed(network, fast, model, data.loader.dataset, args)}
+            'int8_convolutions': count_int8(fast), **measure_speed(network, fast, model, data.loader.dataset, args)}
     return result
 
 
@@ -201,7 +211,8 @@ def speed_table(results: Sequence[Result]) -> str:
     """Format the times of the accelerated networks, one per line, under their conditions."""
     speed = results[0]['accelerate']
     kernels = f'native kernels ({speed["isa"]})' if speed['isa'] else f'{speed["backend"]} backend'
-    rows = [('', *SIDES.values(), 'images', 'top-1', 'different predictions', 'equal gate decisions')]
+    rows = [('', *SIDES.values(), 'images', 'top-1', 'different predictions', 'equal gate decisions',
+             'convolutions in int8')]
     for result in results:
         speed = result['accelerate']
         times = [speed['milliseconds'][name] for name in SIDES]
@@ -211,7 +222,8 @@ def speed_table(results: Sequence[Result]) -> str:
             str(speed['num_images']),
             f'{speed["top1"]:.2f}',
             f'{speed["different_predictions"]} of {result["num_samples"]}',
-            '-' if speed['equal_decisions'] is None else f'{speed["equal_decisions"]:.2%}'))
+            '-' if speed['equal_decisions'] is None else f'{speed["equal_decisions"]:.2%}',
+            '{int8} of {all}'.format(**speed['int8_convolutions'])))
     threads = f'{speed["threads"]} thread{"s" if speed["threads"] > 1 else ""}'
     return (
         f'Median milliseconds per image at batch 1, {threads}, {speed["precision"]}, {kernels}.\n'

@@ -13,7 +13,8 @@ from mmseg_small import write_config
 from small_analysis import CLASSES, MODEL_KWARGS, MODEL_OPTIONS, make_net, write_images
 from tool import TOOLS, load_tool, run_tool
 
-from timm_gated import CifarResNet, accelerate, gates, instruction_sets
+from timm_gated import CifarResNet, accelerate, gates, instruction_sets, prune_static, save_pretrained
+from timm_gated.inference import mixed
 
 NET = ['--model', 'gated_resnet20', *MODEL_OPTIONS]
 
@@ -95,6 +96,29 @@ def test_evaluate_accelerated(data, checkpoints, tmp_path, capsys):
     assert speeds[0]['milliseconds']['dense'] > 0 and speeds[1]['milliseconds']['dense'] is None
     assert more.count('0 of 42') == 2 and f'{torch.get_num_threads()} thread' in more
     assert (speeds[0]['isa'] or 'torch backend') in more
+
+
+def test_evaluate_a_pruned_network_in_int8(data, tmp_path, capsys, monkeypatch):
+    """Filters that pruning left without a gate do not count as decisions."""
+    monkeypatch.setattr(mixed, '_MARGIN', 0.)
+    net, images = make_net(), torch.randn(8, 3, 16, 16)
+    for _, gate in gates(net):
+        with torch.no_grad():
+            net(images)
+            gate.fc2.bias -= gate.logits.median(0).values  # open for some images
+            gate.fc2.bias[::2] = 99.  # always open
+    pruned = prune_static(net, [(images, torch.zeros(8).long())]).model
+    assert gates(pruned) and all(gate.num_ungated for _, gate in gates(pruned))
+    save_pretrained(pruned, tmp_path / 'pruned')
+    target = tmp_path / 'evaluation.json'
+    assert run_tool(
+        'evaluate', '--model', f'local-dir:{tmp_path}/pruned', '--pretrained', '--data-dir', data, '--workers', '0',
+        '--accelerate', '--precision', 'int8', '--calibration-split', 'validation', '--timed-images', '1',
+        '--output', target) == 0
+    result, = json.loads(target.read_text())['results']
+    assert result['accelerate']['equal_decisions'] > 0.9
+    assert result['accelerate']['int8_convolutions'] == {'int8': 8, 'all': 8}
+    assert '8 of 8' in capsys.readouterr().out
 
 
 def test_evaluate_counts_different_predictions(data, checkpoints, tmp_path, monkeypatch):

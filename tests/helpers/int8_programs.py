@@ -263,12 +263,12 @@ class Int8Author(Author):
             operations += [self.int8_shortcut] * 3
             operations += [self.int8_pool, *[self.dequantize] * 2, *[self.classifier] * 2]
             operations += [self.int8_subsample] * 3 * (self.known(self.newest()).channels % 4 == 0)
-            operations += [self.some_gate] * 2 * (NUM_GATES - len(self.gates))
+            operations += [self.some_gate] * 6 * (NUM_GATES - len(self.gates))
             operations += [self.int8_skip] * (12 if self.gates_of(1) else 0)
         elif self.newest() in self.float_maps() and self.zeros:
             operations = [self.quantize] * 3
             operations += [self.float_conv] * 3 + [self.int8_pool, self.int8_subsample]
-            operations += [self.some_gate] * (NUM_GATES - len(self.gates))
+            operations += [self.some_gate] * 3 * (NUM_GATES - len(self.gates))
             operations += [self.side_by_side] * (len(self.float_maps()) < 3)
         elif self.zeros:  # the newest map is gated
             operations += [self.int8_shortcut] * 3 * bool(self.quantised_maps())

@@ -31,7 +31,7 @@ from timm_gated.inference.program import (
 )
 from timm_gated.inference.sliced import binomial
 
-__all__ = ['Map', 'Result', 'grid_images', 'linear', 'run_reference']
+__all__ = ['Map', 'Result', 'Sample', 'convolve', 'grid_images', 'linear', 'run_reference']
 
 FINEST = 2**5  # sums of products of multiples of 1 / FINEST are exact, up to 2^24 / FINEST^2
 SKIP_STEPS, LARGEST_RATIO = np.float32(2**14), np.float32(256)  # of skips
@@ -144,7 +144,7 @@ def linear(x: np.ndarray, weight: torch.Tensor, bias: torch.Tensor) -> np.ndarra
     return sums
 
 
-class _Sample:
+class Sample:
     """Runs one image."""
 
     def __init__(self, program: Program, image: torch.Tensor) -> None:
@@ -170,7 +170,7 @@ class _Sample:
             elif isinstance(op, ConcatOp):
                 self.maps[op.target] = self.concat(op)
             else:
-                self.maps[op.target] = _STEPS[type(op)](self, op, self.maps[op.source])
+                self.maps[op.target] = getattr(self, _STEPS[type(op)])(op, self.maps[op.source])
             index += 1
 
     def averages(self, x: Map) -> Tuple[np.ndarray, bool]:
@@ -286,11 +286,11 @@ class _Sample:
         return Map(x.floats(), exact=x.exact)
 
 
-_STEPS: Dict[type, Any] = {
-    ConvOp: _Sample.conv, Int8ConvOp: _Sample.int8_conv, Int8LinearOp: _Sample.int8_linear, PoolOp: _Sample.pool,
-    AdaptivePoolOp: _Sample.adaptive_pool, SubsampleOp: _Sample.subsample, QuantizeOp: _Sample.quantize,
-    DequantizeOp: _Sample.dequantize, BlurOp: _Sample.blur, ChannelConvOp: _Sample.channel_conv,
-    ScaleOp: _Sample.scale}
+_STEPS: Dict[type, str] = {
+    ConvOp: 'conv', Int8ConvOp: 'int8_conv', Int8LinearOp: 'int8_linear', PoolOp: 'pool',
+    AdaptivePoolOp: 'adaptive_pool', SubsampleOp: 'subsample', QuantizeOp: 'quantize',
+    DequantizeOp: 'dequantize', BlurOp: 'blur', ChannelConvOp: 'channel_conv',
+    ScaleOp: 'scale'}
 
 
 def run_reference(program: Program, images: torch.Tensor) -> Result:
@@ -300,7 +300,7 @@ def run_reference(program: Program, images: torch.Tensor) -> Result:
         program: Program to run.
         images: Batch of images.
     """
-    samples = [_Sample(program, image) for image in images]
+    samples = [Sample(program, image) for image in images]
     for sample in samples:
         sample.run()
     outputs = [

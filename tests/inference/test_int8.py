@@ -109,7 +109,7 @@ def test_random_programs():
 
     run_program()
     # Most programs run, and some are refused.
-    assert 0.6 <= seen['runs'] / seen['all'] <= 0.95 and seen['exact'] >= 0.8 * seen['runs'], seen
+    assert 0.6 <= seen['runs'] / seen['all'] <= 0.95 and seen['exact'] >= 0.5 * seen['runs'], seen
     assert all(seen[name] >= 0.05 * seen['runs'] for name in FEATURES), seen
 
 
@@ -162,7 +162,7 @@ def test_largest_sums(sign):
             ratio=torch.tensor([2.**20]), **parameters),
         OutputOp(3)], num_maps=4)
     total = sign * (9 * channels * INT8_WEIGHT * 255 + INT8_BIAS) + 2**20 * 255
-    assert 2**29 < abs(total) < 2**31
+    assert 2**30 < abs(total) < 2**31
     x = torch.full((1, channels, 3, 3), 255.)
     check(program, x)
     (output,), _ = run(program, x, ISAS[0])

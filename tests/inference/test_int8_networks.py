@@ -109,8 +109,6 @@ def test_macs_are_those_of_float32():
     assert list(macs.by_module) == list(plain.run_with_macs(x)[1].by_module)
 
 
-
-
 def test_plan():
     model, image = make('gated_resnet50', **SHALLOW), images(1)
     fast, plain = quantised(model), accelerate(model, 'native')
@@ -178,7 +176,7 @@ def test_images_of_other_types(dtype):
     assert fast(x[:0]).shape == (0, 10)
 
 
-def test_layers_that_are_faster_in_float32(monkeypatch):
+def test_layers_that_are_faster_in_float32(monkeypatch, tmp_path):
     """All convolutions in float32: only the classifier is quantised."""
     monkeypatch.setattr(mixed, '_MARGIN', float('inf'))
     monkeypatch.setattr(mixed, '_is_faster', lambda *args: True)
@@ -186,3 +184,6 @@ def test_layers_that_are_faster_in_float32(monkeypatch):
     fast, plain = quantised(model), accelerate(model, 'native')
     assert torch.equal(fast.forward_features(x), plain.forward_features(x))
     assert (fast(x) - plain(x)).norm() < 0.1 * plain(x).norm()
+    fast.save(tmp_path / 'model.tgn')
+    with pytest.raises(ValueError, match=r'a quantised network needs the native backend \(Int8LinearOp\)'):
+        load_accelerated(tmp_path / 'model.tgn', 'torch')

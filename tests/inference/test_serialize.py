@@ -297,7 +297,7 @@ ZERO = COLUMNS.index('zero')
 
 @pytest.mark.parametrize('change, message', [
     (set_value('weight', 64), 'Int8ConvOp: weight must be between -63 and 63'),
-    (set_value('bias', 2**30), 'Int8ConvOp: bias must be between'),
+    (set_value('bias', 2**30 + 1), 'Int8ConvOp: bias must be between'),
     (set_value('multiplier', 1.5), 'Int8ConvOp: multiplier must be between 0 and 1'),
     (set_value('scale', -1.), r'scale must be one positive value, got \[-1.0\]'),
     (lambda tensors: tensors.update({'0.scale': torch.ones(2)}), 'scale must be one positive value'),

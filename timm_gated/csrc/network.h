@@ -37,7 +37,7 @@
 
 #define MAX_DEPTH (1 << 28) /* channels times taps of a convolution */
 #define MAX_KERNEL 64       /* kernel size and stride */
-#define MAX_SIZE (1 << 20)  /* of channels, maps, gates, dilation and padding; also in inference/program.py */
+#define MAX_SIZE (1 << 20)  /* of channels, maps, gates, dilation and padding; also in inference/validation.py */
 
 /* Sizes of memory, in bytes or floats, saturate at this value, and allocations of it fail. */
 #define MAX_MEMORY ((size_t)1 << 40)

@@ -197,9 +197,9 @@ static int add_gate(network_t *network, op_t *op, const tensor_t *tensors) {
 }
 
 /* Sums of int8 convolutions fit into 32 bits: at most MAX_INT8_DEPTH products, and these limits. */
-#define MAX_INT8_DEPTH (1 << 16)
+#define MAX_INT8_DEPTH (3 << 14)
 #define MAX_INT8_WEIGHT 63
-#define MAX_INT8_BIAS (1 << 29)
+#define MAX_INT8_BIAS (1 << 30)
 #define MAX_INT8_RATIO (1 << 20)
 
 static int in_range(const tensor_t *tensor, double low, double high) {

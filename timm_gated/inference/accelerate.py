@@ -29,7 +29,7 @@ from .native import NativeRunner, why_not
 from .plan import ExecutionPlan, PlannedLayer
 from .program import ConvOp, GateOp, Op, Program, check_images
 from .serialize import Network, load_network, save_network
-from .sliced import SlicedRunner
+from .sliced import SlicedRunner, check_float
 
 __all__ = ['Accelerated', 'accelerate', 'accelerated_parts', 'load_accelerated']
 
@@ -64,6 +64,8 @@ class Accelerated(nn.Module):
         program, count = network.program, network.classifier
         classifier = program.ops[len(program.ops) - count:]
         self.backend = backend
+        if backend == 'torch':
+            check_float(program, why_not())
         self._assemble = network.assemble
         self._classifier = [without_data(op) for op in classifier]
         self._runs_head = backend == 'native' and count > 0
@@ -189,7 +191,8 @@ class Accelerated(nn.Module):
             x: Batch of images.
 
         Returns:
-            Output, and decisions by name of the gate, [N, channels], bool.
+            Output, and decisions by name of the gate, [N, channels], bool. Channels without a gate, which pruning may
+            leave, follow and are open.
 
         Example:
             >>> output, decisions = fast.run_with_decisions(images)
@@ -271,8 +274,9 @@ def accelerate(
         if precision == 'int8':
             images = calibration_images(calibration, model)
             first = next(images)
-            ranges = observe_ranges(network.program, itertools.chain([first], images))
-            program = quantize_slow_layers(network.program, ranges, calibration_range, first[:1], isa)
+            program = _in_float32(network.program)
+            ranges = observe_ranges(program, itertools.chain([first], images))
+            program = quantize_slow_layers(program, ranges, calibration_range, first[:1], isa)
             network = replace(network, program=program)
         return Accelerated(network, backend, isa, head)
 
@@ -302,7 +306,7 @@ def load_accelerated(path: Union[str, Path], backend: str = 'auto', isa: Optiona
     Args:
         path: Path of the file.
         backend: 'native', 'torch' or 'auto', which selects 'native' if it was built.
-        isa: Instruction set of the native kernels: 'avx512', 'avx2' or 'portable'. The fastest available by default.
+        isa: Instruction set of the native kernels, as for `accelerate`. The fastest available by default.
 
     Example:
         >>> timm_gated.accelerate(model).save('model.tgn')
@@ -334,7 +338,8 @@ def _check_precision(precision: str, calibration: Any, calibration_range: str, b
             raise ValueError("calibration is an option of precision='int8'.")
         return
     if backend != 'native':
-        raise ValueError(f"precision='int8' needs the native backend: {why_not() or 'the network is not on the CPU'}")
+        reason = f': {why_not()}' if why_not() else ', and the network on the CPU.'
+        raise ValueError(f"precision='int8' needs the native backend{reason}")
     if calibration is None:
         raise ValueError(
             "precision='int8' needs calibration=..., a loader of a few hundred images as the network gets them.")
@@ -348,6 +353,16 @@ def _network_of(parts: Trunk, names: Mapping[int, str]) -> Tuple[Network, Option
     count = 2 if isinstance(linear, nn.Identity) else 3  # operations, with the output
     program = compile_trunk([*parts.modules, (pool, False), (linear, True)], names)
     return Network(program, parts.assemble, count), None
+
+
+def _in_float32(program: Program) -> Program:
+    """The program with float32 tensors on the CPU."""
+    def convert(op: Op) -> Op:
+        tensors: Dict[str, Any] = {
+            name: value.to('cpu', torch.float32) for name, value in vars(op).items() if isinstance(value, torch.Tensor)}
+        return replace(op, **tensors)
+
+    return replace(program, ops=[convert(op) for op in program.ops])
 
 
 def _as_modules(classifier: Sequence[Op]) -> nn.Sequential:

@@ -121,13 +121,14 @@ def calibration_images(calibration: Any, model: nn.Module) -> Iterator[torch.Ten
     is_empty = True
     for batch in [calibration] if isinstance(calibration, torch.Tensor) else calibration:
         images = batch_images(model, batch)
-        if len(images):
+        if not isinstance(images, torch.Tensor) or images.shape[:1] != (0,):  # others are refused later
             is_empty = False
             yield images
     if is_empty:
         raise ValueError('the calibration data are empty: int8 needs some images, a few hundred for a good range.')
 
 
+@torch.no_grad()
 def observe_ranges(program: Program, images: Iterable[torch.Tensor]) -> Dict[int, Range]:
     """Return the ranges of the values of all maps, by the index of the operation that writes them; -1 is the image.
 
@@ -148,7 +149,7 @@ def observe_ranges(program: Program, images: Iterable[torch.Tensor]) -> Dict[int
 
     for batch in images:
         check_images(batch, program.in_channels)
-        for image in batch.float():
+        for image in batch.to('cpu', torch.float32):
             observe(IMAGE, image[None])
             runner.run_together(image[None], observe)
             count += 1

@@ -3,9 +3,8 @@
 Without dot products of bytes (VNNI), an int8 convolution is not always faster than Winograd's algorithm in float32. The
 layers are timed on this machine, in both forms, and each one keeps the faster form.
 """
-import statistics
 import time
-from typing import Dict, List, Optional, Set
+from typing import Callable, Dict, List, Optional, Set
 
 import torch
 
@@ -16,7 +15,7 @@ from .quantize import quantize, tied_convolutions
 
 __all__ = ['quantize_slow_layers']
 
-_RUNS = 5
+_RUNS = 7
 _MARGIN = 0.9  # share of the int8 time, since conversions between the forms take time too
 
 
@@ -38,35 +37,48 @@ def quantize_slow_layers(
     """
     quantised = quantize(program, ranges, method)
     runner = NativeRunner(quantised, isa)
-    keep = _faster(program, _times(NativeRunner(program, isa), program, image), _times(runner, quantised, image))
+    keep = _faster(program, NativeRunner(program, runner.isa), quantised, runner, image)
     if not keep:
         return quantised
     mixed = quantize(program, ranges, method, keep)
-    return mixed if _is_faster(NativeRunner(mixed, isa), runner, image) else quantised
+    return mixed if _is_faster(NativeRunner(mixed, runner.isa), runner, image) else quantised
 
 
-def _times(runner: NativeRunner, program: Program, image: torch.Tensor) -> List[float]:
-    """Milliseconds of each convolution."""
-    num_open = torch.empty(1, program.num_counts, dtype=torch.int32)
-    times = runner.profile(image, num_open, _RUNS)
-    return [ms for op, (_, ms) in zip(program.ops, times, strict=True) if isinstance(op, ConvOp)]
-
-
-def _faster(program: Program, in_float: List[float], in_int8: List[float]) -> Set[int]:
+def _faster(
+        program: Program, runner: NativeRunner, quantised: Program, int8_runner: NativeRunner,
+        image: torch.Tensor) -> Set[int]:
     """Indices of the convolutions that are clearly faster in float32, all that are tied together."""
-    indices = [index for index, op in enumerate(program.ops) if isinstance(op, ConvOp)]
-    floats, int8s = (dict(zip(indices, times, strict=True)) for times in (in_float, in_int8))
+    floats, int8s = _shortest(
+        lambda: _layer_times(runner, program, image), lambda: _layer_times(int8_runner, quantised, image))
+    places = {
+        index: place for place, index in enumerate(
+            index for index, op in enumerate(program.ops) if isinstance(op, ConvOp))}
     return set().union(*(
         tied for tied in tied_convolutions(program)
-        if sum(floats[index] for index in tied) < _MARGIN * sum(int8s[index] for index in tied)))
+        if sum(floats[places[index]] for index in tied) < _MARGIN * sum(int8s[places[index]] for index in tied)))
 
 
 def _is_faster(first: NativeRunner, second: NativeRunner, image: torch.Tensor) -> bool:
     """Whether the first one runs an image in less time."""
-    times: Dict[NativeRunner, List[float]] = {first: [], second: []}
-    for _ in range(_RUNS + 1):
-        for runner, own in times.items():
-            start = time.perf_counter()
-            runner(image)
-            own.append(time.perf_counter() - start)
-    return statistics.median(times[first][1:]) < statistics.median(times[second][1:])
+    (first_ms,), (second_ms,) = _shortest(lambda: _total_time(first, image), lambda: _total_time(second, image))
+    return first_ms < second_ms
+
+
+def _shortest(first: Callable[[], List[float]], second: Callable[[], List[float]]) -> List[List[float]]:
+    """Shortest of the times that two functions return. They run in turns: other load of the machine affects both."""
+    rounds = [(first(), second()) for _ in range(_RUNS)]
+    return [[min(times) for times in zip(*own, strict=True)] for own in zip(*rounds, strict=True)]
+
+
+def _layer_times(runner: NativeRunner, program: Program, image: torch.Tensor) -> List[float]:
+    """Milliseconds of each convolution."""
+    num_open = torch.empty(1, program.num_counts, dtype=torch.int32)
+    times = runner.profile(image, num_open, runs=1)
+    return [ms for op, (_, ms) in zip(program.ops, times, strict=True) if isinstance(op, ConvOp)]
+
+
+def _total_time(runner: NativeRunner, image: torch.Tensor) -> List[float]:
+    runner(image)  # warm the caches
+    start = time.perf_counter()
+    runner(image)
+    return [time.perf_counter() - start]

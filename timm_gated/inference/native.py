@@ -142,7 +142,7 @@ class _Model:
 
 
 class NativeRunner:
-    """Runs a program on the CPU in float32.
+    """Runs a program on the CPU.
 
     Args:
         program: Program to run.
@@ -159,7 +159,8 @@ class NativeRunner:
         self._in_channels, self._num_maps, self._num_gates = program.in_channels, program.num_maps, program.num_gates
         self._num_counts = program.num_counts
         self._chosen_isa = isa
-        self.isa = isa or instruction_sets()[0]
+        is_int8 = any(isinstance(op, Int8ConvOp) for op in program.ops)
+        self.isa = isa or instruction_sets('int8' if is_int8 else 'float32')[0]
         self.last_size: Optional[Tuple[int, int]] = None
         self._num_outputs = sum(isinstance(op, OutputOp) for op in program.ops)
         self._model = _Model(self.isa, program)

@@ -217,12 +217,13 @@ class _Rewriter:
 
     def _skip(self, index: int, op: SkipOp) -> None:
         """Conversions must not be among the skipped operations, so they come before."""
-        for other in range(index + 1, index + 1 + op.count):
-            conv: Any = self.program.ops[other]
-            for number in (conv.source, conv.residual):
-                if number in self.writers and conv.gate_in is None:
-                    self._form(number, other not in self.kept)
         last = index + op.count
+        written: Set[Optional[int]] = {None}  # by the skipped operations, which have the same form
+        for other in range(index + 1, last + 1):
+            conv: Any = self.program.ops[other]
+            for number in {conv.source, conv.residual} - written:
+                self._form(number, other not in self.kept)
+            written.add(conv.target)
         self.ops.append(replace(op, source=self._form(op.source, last not in self.kept)))
 
     def _choose(self, index: int) -> Tuple[float, int]:
@@ -312,7 +313,7 @@ def _int8_conv(
     x_scale, x_zero = source
     # Weights so small that bias or shortcut would be out of range are rounded to zero.
     shortcut_scale, shortcut_zero = shortcut or (0., 0)
-    least = max(scale / INT8_RATIO, bias.abs().max().item() / (INT8_BIAS // 4), shortcut_scale * 2 / INT8_RATIO)
+    least = max(scale / INT8_RATIO, bias.abs().max().item() / (INT8_BIAS // 8), shortcut_scale * 2 / INT8_RATIO)
     values, scales = _quantize_weight(op, least / x_scale)
     bias = _corrected_bias(op, means, values, scales)
     sums = values.long().sum((1, 2, 3))

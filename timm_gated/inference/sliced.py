@@ -29,7 +29,7 @@ from .program import (
     counts_pairs,
 )
 
-__all__ = ['SlicedRunner']
+__all__ = ['SlicedRunner', 'check_float']
 
 
 class SlicedRunner(nn.Module):
@@ -42,9 +42,7 @@ class SlicedRunner(nn.Module):
     def __init__(self, program: Program) -> None:
         super().__init__()
         self._in_channels, self._num_maps, self._num_gates = program.in_channels, program.num_maps, program.num_gates
-        unknown = [op for op in program.ops if type(op) not in _STEPS]
-        if unknown:
-            raise ValueError(f'a quantised network needs the native backend ({type(unknown[0]).__name__}).')
+        check_float(program)
         self.steps = nn.ModuleList(_STEPS[type(op)](op) for op in program.ops)
         self._counts_pairs = [index for index, op in enumerate(program.ops) if counts_pairs(op)]
         self._target_gates = _target_gates(program.ops)
@@ -121,6 +119,19 @@ class SlicedRunner(nn.Module):
         complete = values.new_zeros(len(values), self._gate_sizes[gate], *values.shape[2:])
         complete[:, state.opened[gate]] = values
         return complete
+
+
+def check_float(program: Program, why: str = '') -> None:
+    """Raise a `ValueError` for quantised programs.
+
+    Args:
+        program: Program to run.
+        why: Why the native backend is not available, if so.
+    """
+    unknown = [op for op in program.ops if type(op) not in _STEPS]
+    if unknown:
+        problem = f'a quantised network needs the native backend ({type(unknown[0]).__name__})'
+        raise ValueError(f'{problem}: {why}' if why else f'{problem}.')
 
 
 @dataclass
