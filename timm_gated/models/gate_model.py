@@ -131,7 +131,7 @@ def _refuse(part: str, found: str, wanted: str) -> None:
 
 
 def _values(module: nn.Module) -> Dict[str, str]:
-    """Attributes of a module, such as a stride, as text: numbers and names by value, others by type, hooks by number."""
+    """Attributes of a module as text: numbers, flags and names by value, others by type, hooks by their number."""
     attributes = {
         key: repr(value) if isinstance(value, _PLAIN) else f'a {type(value).__name__}'
         for key, value in vars(module).items() if not key.startswith('_') and key not in _CHANGEABLE}
