@@ -34,10 +34,11 @@ def outputs(model: nn.Module, x: torch.Tensor) -> list:
 
 
 @pytest.mark.parametrize('name, kwargs', MODELS)
-def test_weights_and_arguments_are_kept(name, kwargs):
+def test_weights_and_arguments_are_kept(name, kwargs, caplog):
     model = create(name, **{**TINY, **kwargs})
     before, x = {k: v.clone() for k, v in model.state_dict().items()}, images(64, in_chans=kwargs.get('in_chans', 3))
     gated = gate(model, budget=0.7)
+    assert 'checkpoint' not in caplog.text
     own = gated.state_dict()
     assert all(torch.equal(own[key], value) for key, value in before.items())
     assert set(own) - set(before) == gating_keys(gated) and gates(gated)
@@ -137,6 +138,7 @@ def of_class(name: str) -> nn.Module:
     (lambda: changed(lambda m: setattr(m.layer2[0], '__class__', type('MyBlock', (BasicBlock,), {}))),
      "'layer2.0' is a MyBlock; .*examples/own_block.py"),
     (lambda: changed(lambda m: m.layer1.append(nn.Identity())), "'layer1.1' is a Identity"),
+    (lambda: changed(lambda m: setattr(m.fc, 'bias', None)), 'do not fit gated_resnet18: .*Missing.*fc.bias'),
     (lambda: changed(lambda m: setattr(m, 'fc', nn.Linear(128, 3))), "'out_features' of 'fc' is 3, and was 1000"),
     (lambda: changed(lambda m: setattr(m.layer1[0], 'act1', nn.SiLU())), "'layer1.0.act1' is SiLU, and was ReLU"),
     (lambda: changed(lambda m: setattr(m.layer2[0].conv1, 'stride', (1, 1))), "'stride' of 'layer2.0.conv1' is"),

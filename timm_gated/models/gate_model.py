@@ -65,7 +65,8 @@ def gate(model: nn.Module, budget: Optional[float] = None, **options: Any) -> An
     cfg.pop('state_dict', None)
     gated: Any = timm.create_model(name, pretrained_cfg=cfg, budget=budget, **{**args, **defaults, **options})
     gated.to(next(network.parameters()))
-    weights = {key: value.clone() for key, value in network.state_dict().items()}
+    weights = {key: value for key, value in gated.state_dict().items() if key not in blueprint.state_dict()}  # of gates
+    weights.update((key, value.clone()) for key, value in network.state_dict().items())
     with explained(f'the weights of this {type(network).__name__} do not fit {name}'):
         gated.load_state_dict(weights, assign=True)  # keeps the memory format
     for key, parameter in network.named_parameters():
