@@ -1,21 +1,26 @@
-"""Gate a residual block of your own, and train, count, report and prune a network of such blocks
+"""Gate a residual block of your own, and train, count, report, prune and accelerate a network of such blocks
 
     python examples/own_block.py
 
 `Block` is the dense block, `GatedBlock` adds a gate to it. The network is trained on scikit-learn's digits to half of
-its MACs.
+its MACs. docs/gate_your_resnet.md explains each step.
 
 The protocol has three parts. A block computes a mask and applies it; its property `gated_convs` names the convolutions
 that the mask switches, each with the gates over its inputs and its outputs. A gate is a `ChannelGate` or a subclass of
 `Gate`. An objective, a child of the network, adds its losses to those of timm's training tasks.
+
+`accelerate` also needs to know what runs in which order: `register_forward` declares that a block computes what timm's
+blocks compute, and `trunk` lists the parts of the network.
 """
 import torch
 import torch.nn as nn
 from sklearn.datasets import load_digits
+from timm.layers import SelectAdaptivePool2d
 from timm.task import ClassificationTask
 from torch.utils.data import DataLoader, TensorDataset
 
-from timm_gated import ChannelGate, GatePool, GateStatistics, MacBudget, count_macs, prune_static
+from timm_gated import ChannelGate, GatePool, GateStatistics, MacBudget, accelerate, count_macs, prune_static
+from timm_gated.inference import Trunk, first_map, register_forward, trunk
 from timm_gated.layers import decide, switch
 
 __all__ = ['Block', 'GatedBlock', 'Network', 'main']
@@ -30,10 +35,11 @@ class Block(nn.Module):
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, channels, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels)
+        self.downsample = None  # the shortcut is the input
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = nn.functional.silu(self.bn1(self.conv1(x)))
-        return nn.functional.silu(x + self.bn2(self.conv2(inner)))
+        inner = torch.relu(self.bn1(self.conv1(x)))
+        return torch.relu(x + self.bn2(self.conv2(inner)))
 
 
 class GatedBlock(Block):
@@ -54,8 +60,8 @@ class GatedBlock(Block):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         masks = decide(self, [1], x)
-        inner = switch(nn.functional.silu(self.bn1(self.conv1(x))), masks, 1)
-        return nn.functional.silu(x + self.bn2(self.conv2(inner)))
+        inner = switch(torch.relu(self.bn1(self.conv1(x))), masks, 1)
+        return torch.relu(x + self.bn2(self.conv2(inner)))
 
 
 class Network(nn.Module):
@@ -71,12 +77,21 @@ class Network(nn.Module):
         self.num_classes = 10
         self.stem = nn.Conv2d(1, 16, 3, padding=1)
         self.blocks = nn.Sequential(*(block(16, 32) for _ in range(3)))
-        self.head = nn.Linear(16, self.num_classes)
+        self.head = nn.Sequential(SelectAdaptivePool2d(flatten=True), nn.Linear(16, self.num_classes))
         if block is GatedBlock:
             self.mac_budget = MacBudget(budget)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+        return self.head(self.blocks(self.stem(x)))
+
+
+for cls in (Block, GatedBlock, Network):
+    register_forward(cls)
+
+
+@trunk.register
+def _(model: Network) -> Trunk:
+    return Trunk([(model.stem, False), (model.blocks, True)], first_map, model.head)
 
 
 def digits(count: int) -> DataLoader:
@@ -108,7 +123,11 @@ def main(epochs: int = 4, count: int = 1797) -> None:
             statistics.update(model)
     macs = count_macs(model, x)
     print(f'{macs.dense / 1e6:.2f} M MACs, {macs.share:.1%} used; gates: {statistics.counts()}')
-    print(prune_static(model, loader))
+    pruned = prune_static(model, loader)
+    print(pruned)
+    fast = accelerate(pruned.model)
+    with torch.no_grad():
+        print(f'accelerated by {fast.backend}: difference {(fast(x) - pruned.model(x)).abs().max():.1e}')
 
 
 if __name__ == '__main__':

@@ -15,6 +15,10 @@ from timm_gated.models.gaternet import Gater
 
 # ResNets of timm that are gated by one mechanism. tests/models/test_variants.py is parametrised by these names.
 VARIANTS = [name for name in timm.list_models(module='gated_resnet') if name.removeprefix('gated_') not in FIRST]
+# One variant of each mechanism: stems, downsampling, wide and grouped blocks, attention, anti-aliasing, mixed blocks.
+MECHANISMS = [f'gated_{name}' for name in (
+    'resnet18d', 'resnet14t', 'wide_resnet50_2', 'resnext50_32x4d', 'seresnet18', 'ecaresnext26t_32x4d', 'senet154',
+    'resnetblur18', 'resnetblur50d', 'seresnextaa101d_32x8d', 'resnetrs50', 'test_resnet')]
 # Every other gated model of every method. New methods join all tests that are parametrised by these names.
 GATED = [name for name in list_gated_models() if name not in VARIANTS]
 IMAGENET_DEPTHS = (18, 34, 50, 101, 152)

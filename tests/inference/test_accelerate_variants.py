@@ -7,7 +7,7 @@ import timm
 import torch
 import torch.nn as nn
 from accelerated import backends, check, images
-from nets import shuffle
+from nets import MECHANISMS, shuffle
 from timm.layers import BlurPool2d, SEModule
 
 from timm_gated import accelerate, force_gates, gates
@@ -27,24 +27,14 @@ from timm_gated.inference.program import (
 from timm_gated.inference.sliced import SlicedRunner
 
 SMALL = dict(layers=(1, 1, 1, 1), channels=(32, 64, 128, 256))
-DENSE = [
-    ('resnext50_32x4d', SMALL),
-    ('resnext101_64x4d', dict(SMALL, features_only=True, output_stride=8)),
-    ('seresnet18', SMALL),
-    ('seresnet50', SMALL),
-    ('ecaresnet26t', SMALL),
-    ('ecaresnet50d', dict(SMALL, features_only=True)),
-    ('resnetblur18', SMALL),
-    ('resnetblur50', dict(SMALL, output_stride=16, in_chans=1)),
-    ('resnetaa34d', SMALL),
-    ('seresnextaa101d_32x8d', SMALL),
-    ('seresnext26d_32x4d', SMALL),
-    ('resnetrs50', dict(SMALL, num_classes=0)),
-    ('resnet50s', SMALL),
-    ('wide_resnet50_2', SMALL),
-    ('senet154', SMALL),
-]
-GATED = [(f'gated_{name}', kwargs) for name, kwargs in DENSE if f'gated_{name}' in timm.list_models('gated_*')]
+VARIANTS = [(prefix + name.removeprefix('gated_'), SMALL) for prefix in ('gated_', '') for name in MECHANISMS]
+OPTIONS = [(prefix + name, dict(SMALL, **kwargs)) for prefix in ('gated_', '') for name, kwargs in (
+    ('resnext101_64x4d', dict(features_only=True, output_stride=8)),
+    ('ecaresnet50d', dict(features_only=True)),
+    ('resnetblur50', dict(output_stride=16, in_chans=1)),
+    ('resnetaa34d', dict(num_classes=0)))]
+networks = pytest.mark.parametrize(
+    'name, kwargs', VARIANTS + OPTIONS, ids=lambda value: value if isinstance(value, str) else '')
 
 
 def create(name: str, **kwargs) -> nn.Module:
@@ -57,17 +47,17 @@ def closing_gate(number: int, channels: int, mask: torch.Tensor) -> GateOp:
 
 
 @backends
-@pytest.mark.parametrize('name, kwargs', DENSE + GATED, ids=lambda value: value if isinstance(value, str) else '')
+@networks
 def test_variants(name, kwargs, backend, isa):
     check(create(name, **kwargs), images(2, 64, 64, kwargs.get('in_chans', 3)), backend, isa)
 
 
-@pytest.mark.parametrize('name, kwargs', GATED, ids=lambda value: value if isinstance(value, str) else '')
+@pytest.mark.parametrize('name', MECHANISMS)
 @pytest.mark.parametrize('masks', ['open', 'closed'])
-def test_forced_gates(name, kwargs, masks):
-    model = create(name, **kwargs)
+def test_forced_gates(name, masks):
+    model = create(name, **SMALL)
     with force_gates(model, masks):
-        check(model, images(1, 64, 64, kwargs.get('in_chans', 3)), 'native')
+        check(model, images(1), 'native')
 
 
 @pytest.mark.parametrize('name, num_int8', [
@@ -84,7 +74,7 @@ def test_int8(name, num_int8):
     assert (fast(x) - expected).norm() < 0.05 * expected.norm()
 
 
-@pytest.mark.parametrize('name', [name for name, _ in GATED if 'resnext50' in name or 'blur18' in name])
+@pytest.mark.parametrize('name', MECHANISMS)
 def test_gated_int8(name):
     model, x = create(name, **SMALL), images(4)
     with force_gates(model, {gate_name: torch.arange(gate.num_gates) % 3 > 0 for gate_name, gate in gates(model)}):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from mmengine.config import ConfigDict
 from mmengine.registry import DefaultScope
 from mmseg.registry import MODELS
-from nets import TINY, shuffle
+from nets import MECHANISMS, TINY, shuffle
 from programs import programs
 from saved_networks import family_program
 from strategies import decisions, examples, forced_masks, in_channels, networks, seeds
@@ -211,12 +211,11 @@ def map_shapes(program: Program, height: int, width: int) -> Optional[List[Tuple
     return written
 
 
-@pytest.mark.parametrize('name', sorted({
-    'gated_resnext50_32x4d', 'gated_resnetblur18', 'gated_resnetaa34d', 'gated_seresnet18'} & set(timm.list_models())))
-@pytest.mark.parametrize('masks', [None, 'closed'], ids=str)
-def test_gated_variants(name, masks, tmp_path):
-    model, x = create(name, layers=(1, 1, 1, 1), channels=(16, 16, 32, 32)), images(3, 32, 64)
-    with force_gates(model, masks) if masks else nullcontext():
+@pytest.mark.parametrize('name', MECHANISMS)
+def test_closed_gates_of_variants(name, tmp_path):
+    """tests/models/test_variants.py has their own decisions."""
+    model, x = create(name, layers=(1, 1, 1, 1), channels=(32, 32, 32, 32)), images(3, 32, 64)
+    with force_gates(model, 'closed'):
         path = export_onnx(model, tmp_path / 'net.onnx', x.shape[1:], conditional=True)
         assert onnx_difference(path, model, x) < 1e-4
 

@@ -19,8 +19,7 @@ from strategies import examples, seeds
 
 from mmseg_plugin import GatedResNetV1d
 from timm_gated import accelerate, force_gates, gates, instruction_sets
-from timm_gated.inference import compiler
-from timm_gated.inference.compiler import compile_trunk, find_trunk
+from timm_gated.inference import compile_trunk, compiler, find_trunk
 from timm_gated.inference.native import NativeRunner
 from timm_gated.inference.program import ConvOp, GateOp, Op, OutputOp, Program
 

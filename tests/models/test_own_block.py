@@ -1,9 +1,11 @@
 """Blocks outside this package that use the protocol: examples/own_block.py, and one with a depthwise convolution"""
 import importlib.util
+import re
 
 import pytest
 import torch
 import torch.nn as nn
+from models import open_share
 from nets import images, shuffle
 from paths import ROOT
 from timm.task import ClassificationTask
@@ -20,8 +22,10 @@ from timm_gated import (
     save_pretrained,
     specialize,
 )
+from timm_gated.analysis import record_classifier, summary
 from timm_gated.layers import apply_gate
 from timm_gated.layers.gate_state import gate_masks
+from timm_gated.pruning.filters import keep_used_filters
 
 SPEC = importlib.util.spec_from_file_location('own_block', ROOT / 'examples' / 'own_block.py')
 own_block = importlib.util.module_from_spec(SPEC)
@@ -60,6 +64,7 @@ def test_the_example_runs(capsys):
     own_block.main(epochs=1, count=200)
     printed = capsys.readouterr().out
     assert 'epoch 0: loss' in printed and 'gates: GateCounts' in printed and 'average MACs' in printed
+    assert float(re.search(r'accelerated by \w+: difference (.*)', printed).group(1)) < 1e-4
 
 
 def test_dense_weights():
@@ -115,10 +120,33 @@ def test_pruning():
     torch.testing.assert_close(pruned.model(loader[0][0]), model(loader[0][0]))
 
 
+@pytest.mark.parametrize('backend', ['auto', 'torch'])
+@pytest.mark.parametrize('block', [own_block.Block, own_block.GatedBlock])
+@torch.no_grad()
+def test_acceleration(block, backend):
+    model, x = network(block), images(5, 1, 8, 9)
+    macs = count_macs(model, x)
+    assert macs.share == 1 or 0 < macs.share < 0.95
+    fast = accelerate(model, backend)
+    torch.testing.assert_close(fast(x), model(x), atol=1e-4, rtol=1e-4)
+    assert count_macs(fast, x).per_sample.tolist() == macs.per_sample.tolist()
+    pruned = keep_used_filters(model, open_share(model, x), threshold=1.)
+    torch.testing.assert_close(accelerate(pruned, backend)(x), model(x), atol=1e-4, rtol=1e-4)
+
+
+def test_report(tmp_path):
+    loader = [(images(8, 1, 8, 8), torch.arange(8))]
+    record = record_classifier(network(), loader, class_names=[str(label) for label in range(10)])
+    assert [name for name, _ in record.spans()] == [f'blocks.{index}.gate1' for index in range(3)]
+    assert 0 < summary(record)['gate_density'] < 1
+
+
 def test_what_needs_more_than_the_protocol(tmp_path):
     model, loader = network(), [(images(8, 1, 8, 8), torch.arange(8))]
-    with pytest.raises(ValueError, match='Network contains no network that can be accelerated. Supported: ResNets'):
-        accelerate(model)
+    with pytest.raises(ValueError, match=r'Inverted\(\) cannot be accelerated'):
+        accelerate(network(Inverted))
+    with pytest.raises(ValueError, match='Block.* its forward pass is not known'):
+        accelerate(network(type('Block', (own_block.GatedBlock,), {'forward': lambda self, x: x})))
     with pytest.raises(ValueError, match='was not created by timm.create_model'):
         save_pretrained(model, tmp_path / 'model')
     with pytest.raises(ValueError, match='no methods get_classifier and reset_classifier'):

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from fvcore.nn import FlopCountAnalysis
 from models import create, images, open_share
-from nets import VARIANTS, gating_keys, shuffle
+from nets import MECHANISMS, VARIANTS, gating_keys, shuffle
 from timm.models import get_arch_pretrained_cfgs, get_pretrained_cfg, model_entrypoint
 from timm.models.resnet import BasicBlock
 
@@ -17,11 +17,14 @@ from timm_gated import (
     GatedResNet,
     checkpoint_filter_fn,
     count_macs,
+    export_onnx,
+    export_program,
     force_gates,
     gates,
     mac_formula,
     save_pretrained,
 )
+from timm_gated.inference import onnx_difference
 from timm_gated.layers.gate_state import gate_masks
 from timm_gated.layers.narrow import gated_channels, inner_channels
 from timm_gated.models._family import RESNETS
@@ -30,10 +33,6 @@ from timm_gated.models.slim_resnet import SlimResNet
 from timm_gated.pruning.filters import keep_used_filters
 
 TINY = dict(layers=(1, 1, 1, 1), channels=(32, 32, 64, 128), num_classes=7)
-# One variant of each mechanism: stems, downsampling, wide and grouped blocks, attention, anti-aliasing, mixed blocks.
-MECHANISMS = [f'gated_{name}' for name in (
-    'resnet18d', 'resnet14t', 'wide_resnet50_2', 'resnext50_32x4d', 'seresnet18', 'ecaresnext26t_32x4d', 'senet154',
-    'resnetblur18', 'resnetblur50d', 'seresnextaa101d_32x8d', 'resnetrs50', 'test_resnet')]
 mechanisms = pytest.mark.parametrize('name', MECHANISMS)
 
 
@@ -175,6 +174,18 @@ def test_features(name):
         expected = model.forward_intermediates(images(64), indices=[1, 3], intermediates_only=True)
         for ours, theirs in zip(features(images(64)), expected, strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+@mechanisms
+@torch.no_grad()
+def test_exports(name, tmp_path):
+    model, x = make(name), images(64, 3)
+    expected = model(x)
+    export_program(model, tmp_path / 'model.pt2', x.shape[1:])
+    outputs = torch.export.load(tmp_path / 'model.pt2').module()(x)
+    torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+    path = export_onnx(model, tmp_path / 'model.onnx', x.shape[1:], conditional=True)
+    assert onnx_difference(path, model, x) < 1e-4 * max(1, expected.abs().max().item())
 
 
 @mechanisms

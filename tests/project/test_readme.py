@@ -1,7 +1,8 @@
-"""Snippets of the README run, and its tables match the models and configs"""
+"""Snippets of the README and of the guides in docs/ run, and the tables match the models and configs"""
 import functools
 import re
 from types import ModuleType
+from typing import Any, Dict, List
 
 import pytest
 import torch
@@ -10,20 +11,46 @@ from paths import ROOT
 from tool import load_tool
 
 README = (ROOT / 'README.md').read_text()
-SNIPPETS = re.findall(r'```python\n(.*?)```', README, re.DOTALL)
+GUIDES = sorted((ROOT / 'docs').glob('*.md'))
 METHODS = (ROOT / 'configs' / 'timm' / 'README.md').read_text()
 ZOO, ALL_METHODS = (re.findall(r'^(\| `(\w+_resnet\w+)` \| \d.*)$', text, re.MULTILINE) for text in (README, METHODS))
 
 
+def snippets(text: str) -> List[str]:
+    return re.findall(r'```python\n(.*?)```', text, re.DOTALL)
+
+
+def run(code: str, name: str, namespace: Dict[str, Any]) -> None:
+    exec(compile(code, name, 'exec'), namespace)
+
+
+SNIPPETS = snippets(README)
+
+
 def test_there_are_snippets():
-    assert len(SNIPPETS) >= 5
+    assert len(SNIPPETS) >= 5 and GUIDES
 
 
 @pytest.mark.parametrize('index', range(len(SNIPPETS)))
 def test_snippet_runs(index, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some snippets write files
     torch.manual_seed(0)
-    exec(compile(SNIPPETS[index], f'README.md, python snippet {index}', 'exec'), {})
+    run(SNIPPETS[index], f'README.md, python snippet {index}', {})
+
+
+@pytest.mark.parametrize('path', GUIDES, ids=lambda path: path.stem)
+def test_guide_runs(path, tmp_path, monkeypatch):
+    """The snippets of a guide continue each other."""
+    monkeypatch.chdir(tmp_path)
+    namespace: Dict[str, Any] = {'__name__': path.stem}
+    for index, code in enumerate(snippets(path.read_text())):
+        run(code, f'{path.name}, python snippet {index}', namespace)
+
+
+def test_guide_shows_the_block_of_the_example():
+    example = (ROOT / 'examples' / 'own_block.py').read_text()
+    blocks = example[example.index('class Block('):example.index('class Network(')].strip()
+    assert blocks in (ROOT / 'docs' / 'gate_your_resnet.md').read_text()
 
 
 def test_zoo_is_complete():

@@ -4,6 +4,7 @@ import json
 import math
 from typing import Any, Dict, List
 
+import onnxruntime
 import pytest
 import timm
 import torch
@@ -18,12 +19,15 @@ from timm_gated import (
     calibrate,
     check_pretrained,
     count_macs,
+    export_onnx,
+    export_program,
     force_gates,
     gates,
+    load_accelerated,
     mac_formula,
     save_pretrained,
 )
-from timm_gated.layers import logit_biases
+from timm_gated.layers import inner_channels, logit_biases
 from timm_gated.pruning.calibrate import MAX_PASSES
 from timm_gated.pruning.filters import keep_used_filters
 
@@ -31,6 +35,8 @@ SMALL = dict(layers=(1, 1, 1), num_classes=7)
 METHODS = {
     'batch shaping, L0': ('gated_resnet20', SMALL),
     'bottlenecks': ('gated_resnet50', dict(layers=(1, 1, 1, 1), channels=(16, 32, 64, 128), num_classes=7)),
+    'grouped convolutions': (
+        'gated_resnext50_32x4d', dict(layers=(1, 1, 1, 1), channels=(16, 32, 64, 128), num_classes=7)),
     'DGNet': ('dgnet_resnet18', dict(layers=(1, 1, 1, 1), channels=(16, 32, 64, 128), num_classes=7)),
     'ConvNet-AIG': ('convnet_aig_resnet20', dict(SMALL, layers=(2, 2, 2))),
     'GaterNet': ('gaternet_resnet20', SMALL),
@@ -92,13 +98,33 @@ def test_every_method_meets_its_target(method, by, tmp_path):
     assert torch.equal(decisions(again, batches), decisions(result.model, batches))
 
 
-@pytest.mark.parametrize('method', ['batch shaping, L0', 'bottlenecks', 'ConvNet-AIG'])
-def test_accelerated_networks_use_the_same_macs(method):
+@pytest.mark.parametrize('method', ['batch shaping, L0', 'bottlenecks', 'grouped convolutions', 'ConvNet-AIG'])
+def test_everything_carries_the_thresholds(method, tmp_path):
+    """Acceleration, also in int8 and from a file, exports, and pruning have the decisions of the calibrated network."""
     model = make(method)
     batches = make_images(model)
     result = calibrate(model, batches, 0.8, tolerance=0.01)
-    assert result.share == pytest.approx(0.8, abs=0.01)
-    assert share_of(accelerate(result.model), batches) == pytest.approx(result.share, abs=1e-3)
+    x = torch.cat(batches)
+    assert not torch.equal(decisions(result.model, batches), decisions(model, batches))
+    with torch.no_grad():
+        expected = result.model(x)
+    for fast in (accelerate(result.model), accelerate(result.model, 'torch')):
+        torch.testing.assert_close(fast(x), expected, atol=1e-4, rtol=1e-4)
+        assert count_macs(fast, x).share == pytest.approx(result.share, abs=1e-3)
+    fast.save(tmp_path / 'fast.tgn')
+    torch.testing.assert_close(load_accelerated(tmp_path / 'fast.tgn')(x), expected, atol=1e-4, rtol=1e-4)
+    quantized = accelerate(result.model, precision='int8', calibration=batches)
+    assert count_macs(quantized, x).share == pytest.approx(result.share, abs=0.02)
+    export_onnx(result.model, str(tmp_path / 'model.onnx'), input_size=x.shape[1:], conditional=True)
+    output, = onnxruntime.InferenceSession(tmp_path / 'model.onnx').run(None, {'images': x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(output), expected, atol=1e-4, rtol=1e-4)
+    export_program(result.model, tmp_path / 'model.pt2', input_size=x.shape[1:])
+    torch.testing.assert_close(torch.export.load(tmp_path / 'model.pt2').module()(x), expected, atol=1e-4, rtol=1e-4)
+    if method != 'ConvNet-AIG':
+        pruned = keep_used_filters(result.model, open_share(result.model, x), threshold=1.)
+        with torch.no_grad():
+            torch.testing.assert_close(pruned(x), expected, atol=1e-4, rtol=1e-4)
+        assert inner_channels(pruned) != inner_channels(result.model)
 
 
 @methods
@@ -194,6 +220,13 @@ def test_the_current_share_changes_nothing(by):
         assert all(torch.equal(value, start.state_dict()[key]) for key, value in result.model.state_dict().items())
 
 
+def test_an_empty_batch_changes_nothing():
+    model = make('batch shaping, L0')
+    batches = make_images(model)
+    shares = [calibrate(model, loader, 0.5).share for loader in (batches, [batches[0][:0], *batches])]
+    assert shares[0] == shares[1]
+
+
 def test_forced_gates_are_not_forced_in_the_copy():
     model = make('batch shaping, L0')
     batches = make_images(model)
@@ -277,8 +310,11 @@ def test_bad_networks_and_data():
         calibrate(timm.create_model('fbs_resnet20'), make_batches())
     with pytest.raises(ValueError, match='can be read only once'):
         calibrate(make_net(), iter(make_batches()))
-    with pytest.raises(ValueError, match='the data set is empty'):
-        calibrate(make_net(), [])
+    for empty in ([], [torch.zeros(0, 3, 8, 8)]):
+        with pytest.raises(ValueError, match='the data set is empty'):
+            calibrate(make_net(), empty)
+    with pytest.raises(ValueError, match='images or .images, labels., got a dict'):
+        calibrate(make_net(), [{'image': torch.zeros(2, 3, 8, 8)}])
     with pytest.raises(ValueError, match="logit of gate 'layer1.0.gate1' is not finite"):
         calibrate(make_net(), [torch.full((2, 3, 8, 8), torch.nan)])
 

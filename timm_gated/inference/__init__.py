@@ -1,23 +1,12 @@
 """Inference with gated networks: `accelerate` and export"""
 from .accelerate import Accelerated, accelerate, accelerated_parts, load_accelerated
 from .calibration import batch_images
-from .compiler import (
-    Compiler,
-    Trunk,
-    compile_module,
-    compile_trunk,
-    complete_trunk,
-    find_trunk,
-    first_map,
-    is_plain_conv,
-    register_forward,
-    sequence,
-    trunk,
-)
+from .compiler import Compiler, compile_module, compile_trunk, is_plain_conv, sequence
 from .export import export_onnx, export_program, onnx_difference
 from .native import instruction_sets
 from .program import AdaptivePoolOp, ConcatOp, ConvOp, Program
 from .sliced import SlicedRunner
+from .trunks import Trunk, complete_trunk, find_trunk, first_map, register_forward, trunk
 
 __all__ = [
     'Accelerated',

@@ -22,7 +22,7 @@ from torch.overrides import has_torch_function_unary
 from ..layers import MacCounter, Macs, ModuleMacs, run_and_report
 from ..utils import check_number
 from .calibration import RANGES, calibration_images, observe_ranges
-from .compiler import Trunk, compile_trunk, find_trunk, is_plain_classifier
+from .compiler import compile_trunk, is_plain_classifier
 from .cost import ProgramCost, without_data
 from .mixed import quantize_slow_layers
 from .native import NativeRunner, why_not
@@ -30,6 +30,7 @@ from .plan import ExecutionPlan, PlannedLayer
 from .program import ConvOp, GateOp, Op, Program, check_images
 from .serialize import Network, load_network, save_network
 from .sliced import SlicedRunner, check_float
+from .trunks import Trunk, find_trunk
 
 __all__ = ['Accelerated', 'accelerate', 'accelerated_parts', 'load_accelerated']
 

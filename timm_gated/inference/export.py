@@ -13,10 +13,11 @@ import torch.nn as nn
 
 from ..layers import gates
 from ..utils import new_file, unwrap
-from .compiler import Trunk, compile_trunk, complete_trunk, is_plain_classifier
+from .compiler import compile_trunk, is_plain_classifier
 from .conditional_onnx import write_program
 from .onnx_graph import check_opset, save_model
 from .program import Program
+from .trunks import Trunk, complete_trunk
 
 __all__ = ['export_onnx', 'export_program', 'onnx_difference']
 

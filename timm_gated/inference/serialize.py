@@ -40,7 +40,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..utils import explained, new_file
-from .compiler import as_dict, first_map
 from .program import (
     AdaptivePoolOp,
     BlurOp,
@@ -60,6 +59,7 @@ from .program import (
     SkipOp,
     SubsampleOp,
 )
+from .trunks import as_dict, first_map
 
 __all__ = ['Network', 'checksum', 'decode', 'encode', 'load_network', 'save_network']
 

@@ -4,14 +4,16 @@
 result is a model like any other of timm: it can be saved, reloaded by name and resumed.
 
 timm records the arguments of a model, but not what is done to it afterwards. `gate` builds the dense network anew, too,
-and compares it with the given one module by module. Any difference is refused, and so are different outputs.
+and compares it with the given one module by module. Any difference is refused, hooks included, and so are different
+outputs.
 """
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
 import timm
 import torch
 import torch.nn as nn
 from timm.models import get_model_args, is_model
+from timm.models._features_fx import FeatureGraphNet
 from timm.models.resnet import ResNet
 
 from ..layers import force_gates
@@ -23,6 +25,7 @@ __all__ = ['gate']
 
 _PLAIN = bool, int, float, str, tuple, type(None)
 _CHANGEABLE = 'training', 'grad_checkpointing'  # state of a module that `gate` keeps
+_HOOKS = '_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks'
 
 
 def gate(model: nn.Module, budget: Optional[float] = None, **options: Any) -> Any:
@@ -30,8 +33,8 @@ def gate(model: nn.Module, budget: Optional[float] = None, **options: Any) -> An
 
     All of timm's ResNets that `timm_gated.list_gated_models('gated_*')` names can be gated, with any head, image
     channels, pooling, drop rates or output stride, and as feature extractors; so can the dense networks of this
-    package. Gates start open (`gate_bias=2`). The weights, the device, the dtype, frozen parameters and the mode are
-    kept. With its gates forced open the result equals the given model.
+    package. Gates start open (`gate_bias=2`). The weights, their device, dtype and memory format, frozen parameters and
+    the mode of each module are kept. With its gates forced open the result equals the given model.
 
     Without `from_dense`, the losses of batch shaping and L0 are off unless `lam` or `gamma` are given, so that only the
     budget drives the gates.
@@ -61,12 +64,15 @@ def gate(model: nn.Module, budget: Optional[float] = None, **options: Any) -> An
     cfg = {**network.pretrained_cfg, 'architecture': name}
     cfg.pop('state_dict', None)
     gated: Any = timm.create_model(name, pretrained_cfg=cfg, budget=budget, **{**args, **defaults, **options})
-    with explained(f'the weights of this {type(network).__name__} do not fit {name}'):
-        gated.load_state_dict(network.state_dict())
     gated.to(next(network.parameters()))
+    weights = {key: value for key, value in gated.state_dict().items() if key not in blueprint.state_dict()}  # of gates
+    weights.update((key, value.clone()) for key, value in network.state_dict().items())
+    with explained(f'the weights of this {type(network).__name__} do not fit {name}'):
+        gated.load_state_dict(weights, assign=True)  # keeps the memory format
     for key, parameter in network.named_parameters():
         gated.get_parameter(key).requires_grad_(parameter.requires_grad)
-    gated.train(network.training)
+    for key, module in network.named_modules():  # parents first, so that gates have the mode of their block
+        gated.get_submodule(key).train(module.training)
     if getattr(network, 'grad_checkpointing', False):
         gated.set_grad_checkpointing()
     _compare_outputs(network, gated)
@@ -79,6 +85,8 @@ def _check_name(network: Any) -> str:
         raise ValueError(
             f'this {type(network).__name__} is gated already. For other gates, gate the dense model, or create a gated '
             f'one by name.')
+    if isinstance(network, FeatureGraphNet):
+        raise ValueError("a FeatureGraphNet cannot be gated; create the model with feature_cls='list'.")
     if isinstance(network, ResNet):
         check_blocks(network)
     name = getattr(network, 'pretrained_cfg', {}).get('architecture')
@@ -110,9 +118,9 @@ def _compare(network: nn.Module, expected: nn.Module) -> None:
         if name not in own or name not in other or type(own[name]) is not type(other[name]):
             found, wanted = (type(modules[name]).__name__ if name in modules else 'missing' for modules in (own, other))
             _refuse(f"'{name}'" if name else 'the network', found, wanted)
-        values, wanted_values = _plain_values(own[name]), _plain_values(other[name])
+        values, wanted_values = _values(own[name]), _values(other[name])
         for key in {**wanted_values, **values}:
-            found, wanted = (repr(given.get(key, 'missing')) for given in (values, wanted_values))
+            found, wanted = (given.get(key, 'missing') for given in (values, wanted_values))
             if found != wanted:
                 _refuse(f"'{key}' of " + (f"'{name}'" if name else 'the network'), found, wanted)
 
@@ -123,11 +131,12 @@ def _refuse(part: str, found: str, wanted: str) -> None:
         f'model is gated, and repeat it on the gated model; or create the model with options that make it.')
 
 
-def _plain_values(module: nn.Module) -> Dict[str, Any]:
-    """Numbers, names and flags of a module, such as a stride."""
-    return {
-        key: value for key, value in vars(module).items()
-        if isinstance(value, _PLAIN) and not key.startswith('_') and key not in _CHANGEABLE}
+def _values(module: nn.Module) -> Dict[str, str]:
+    """Attributes of a module as text: numbers, flags and names by value, others by type, hooks by their number."""
+    attributes = {
+        key: repr(value) if isinstance(value, _PLAIN) else f'a {type(value).__name__}'
+        for key, value in vars(module).items() if not key.startswith('_') and key not in _CHANGEABLE}
+    return {**attributes, **{key.strip('_'): str(len(getattr(module, key))) for key in _HOOKS}}
 
 
 @torch.no_grad()
@@ -136,13 +145,18 @@ def _compare_outputs(network: Any, gated: Any) -> None:
     x = torch.randn(1, network.in_chans, 64, 64, generator=torch.Generator().manual_seed(0))
     x = x.to(next(network.parameters()))
     with evaluation_mode(network), evaluation_mode(gated), force_gates(gated, 'open'):
-        expected, outputs = network(x), gated(x)
-    if isinstance(expected, torch.Tensor):
-        expected, outputs = [expected], [outputs]
+        expected, outputs = (_listed(model(x)) for model in (network, gated))
     for wanted, output in zip(expected, outputs, strict=True):
         scale = wanted.float().nan_to_num().abs().max()
         tolerance = 1e-4 if wanted.dtype in (torch.float32, torch.float64) else 0.02
         if not torch.allclose(output.float(), wanted.float(), rtol=0, atol=float(tolerance * scale), equal_nan=True):
             raise ValueError(
-                'the gated model does not give the outputs of the given one. It may have hooks or a method that was '
-                'replaced; remove them before the model is gated.')
+                'the gated model does not give the outputs of the given one. Undo changes that were made after timm '
+                'built it before the model is gated.')
+
+
+def _listed(outputs: Any) -> List[torch.Tensor]:
+    """The output of a classifier, or the maps of a feature extractor, as a list."""
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    return [*(outputs.values() if isinstance(outputs, dict) else outputs)]

@@ -17,6 +17,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, model_entrypoint
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch.nn.modules.batchnorm import _NormBase
+from torchvision.ops import FrozenBatchNorm2d
 
 from ..layers import ChannelGate, GatedBasicBlock, GatedBlock, GatedBottleneck
 from ..loss import GateLosses
@@ -78,7 +79,7 @@ def check_blocks(network: Any) -> List[Any]:
                 f'block of your own with a class as in examples/own_block.py.')
         for index in range(1, GATED_BLOCKS[type(block)].num_convs):
             norm = getattr(block, f'bn{index}')
-            if not isinstance(norm, _NormBase):
+            if not isinstance(norm, (_NormBase, FrozenBatchNorm2d)):
                 raise ValueError(
                     f"'{name}.bn{index}' is a {type(norm).__name__}, which may compute statistics over several "
                     f"filters, so that none can be skipped. Use a norm per channel: norm_layer='batchnorm2d'.")

@@ -86,7 +86,9 @@ def calibrate(
 
     Gates with a threshold can be calibrated: those of batch shaping, L0, DGNet, ConvNet-AIG, GaterNet and SkipNet. FBS
     keeps a fixed share of the filters instead; set its `density`. A network whose share is within the tolerance keeps
-    its thresholds. Calibrate the original rather than a calibrated network: 'cost' would count twice.
+    its thresholds. Calibrate the original rather than a calibrated network: 'cost' would count twice. For a pruned
+    network, the share refers to the MACs of the pruned one, as `budget` does. In distributed training, calibrate in one
+    process: each would find thresholds for its own images.
 
     Training images are a good choice; a few thousand suffice. About four passes are made, at most 16. The logits of a
     pass are kept in memory, 4 bytes per gate and image.
@@ -108,6 +110,8 @@ def calibrate(
     """
     def run(network: nn.Module, batch: Any) -> None:
         images = batch[0] if isinstance(batch, (list, tuple)) else batch
+        if not isinstance(images, torch.Tensor):
+            raise ValueError(f'batches must be images or (images, labels), got a {type(batch).__name__}.')
         network(images.to(next(network.parameters()).device))
 
     return calibrate_with(model, run, loader, share, by, tolerance)
@@ -257,6 +261,8 @@ class _Dial:
             with counter:
                 self._run(self.network, batch)
             macs, formula = counter.macs(), counter.formula()
+            if not len(macs.per_sample):
+                continue
             ran = {name for _, ungated in formula.switched.values() for name in ungated}
             logits: Dict[str, torch.Tensor] = {}
             for name, gate in gates(self.network):
