@@ -10,6 +10,8 @@ from nets import GATED, VARIANTS, family
 from paths import ROOT
 from tool import load_tool
 
+from timm_gated.models.gated_resnet import FIRST
+
 README = (ROOT / 'README.md').read_text()
 GUIDES = sorted((ROOT / 'docs').glob('*.md'))
 METHODS = (ROOT / 'configs' / 'timm' / 'README.md').read_text()
@@ -101,3 +103,10 @@ def test_table_of_configs_is_complete():
     configs = ROOT / 'configs' / 'timm'
     there = [str(path.relative_to(configs).with_suffix('')) for path in configs.glob('*/*.yaml')]
     assert sorted(listed) == sorted(there)
+
+
+def test_variants_are_listed_by_family():
+    table = README.partition('| family | `gated_…` |')[2].partition('\n\n')[0]
+    listed = [name for pattern in re.findall('`(.*?)`', table) for name in expand(pattern)]
+    assert sorted(f'gated_{name}' for name in listed) == sorted(
+        {*VARIANTS, *(f'gated_{name}' for name in FIRST)} - {'gated_test_resnet'})
