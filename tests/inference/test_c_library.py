@@ -4,6 +4,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,7 +42,7 @@ from strategies import examples
 from timm_gated import accelerate, load_accelerated
 from timm_gated.inference import Accelerated
 from timm_gated.inference import native as native_module
-from timm_gated.inference.program import Program
+from timm_gated.inference.program import ConvOp, OutputOp, Program
 from timm_gated.inference.serialize import Network, save_network
 from timm_gated.inference.sliced import SlicedRunner
 
@@ -183,6 +184,34 @@ def test_mutations(run_model, network, count, tmp_path):
     assert outcomes['refused'] > 0.6 * count * TIMES and outcomes['same'] and outcomes['other'], outcomes
 
 
+def test_files_that_change_while_they_are_read(run_model, tmp_path):
+    path = tmp_path / 'model.tgn'
+    accelerate(make(**NET)).save(path)
+    data, ended = path.read_bytes(), threading.Event()
+
+    def rewrite() -> None:
+        while not ended.is_set():
+            path.write_bytes(data)  # empty in between
+
+    thread = threading.Thread(target=rewrite)
+    thread.start()
+    try:
+        lines = run(run_model, [path] * 100, size=(8, 8))
+    finally:
+        ended.set()
+        thread.join()
+    assert all(line == 'ok' or 'it is damaged' in line or 'a tensor of' in line for line in lines), lines
+
+
+@pytest.mark.parametrize('dilation', [1, 63, 64])
+@pytest.mark.parametrize('size', [(2**26, 1), (1, 2**26), (2**20, 64), (2**13, 2**13)])
+def test_plans_of_the_largest_images(dilation, size, run_model, tmp_path):
+    """No offset overflows. Without images, a network is planned but not run."""
+    conv = ConvOp(0, 1, torch.ones(1, 1, 3, 3), torch.ones(1), 1, dilation, dilation)
+    save_network(Network(Program(1, [conv, OutputOp(1)], 2)), tmp_path / 'model.tgn')
+    assert run(run_model, [tmp_path / 'model.tgn'], count=0, size=size) == ['ok']
+
+
 @pytest.mark.skipif(bool(EMULATOR), reason='sanitizers do not run in an emulator')
 @pytest.mark.parametrize('precision', ['float32', 'int8'])
 def test_callers(precision, tmp_path):
@@ -202,6 +231,8 @@ def test_callers(precision, tmp_path):
     (lambda data: data[:-1] + bytes([data[-1] ^ 1]), 'it is damaged: the checksum is [0-9a-f]{8}'),
     (lambda data: data.replace(b'__metadata__', b'__metadati__'), 'its header is malformed'),
     (lambda data: data.replace(b'timm_gated', b'timm_gatad'), 'it was not saved by `save`'),
+    (lambda data: data.replace(b'"0.bias"', b'"0.bia\x1b"'), 'its header is malformed'),
+    (lambda data: data.replace(b'"0.bias"', b'"0.bia\\\x1b'), 'its header is malformed'),
     (lambda data: data.replace(b'"F32"', b'"F64"', 1), 'a tensor is of type F64'),
     (lambda data: file_of({**load_tensors(data), 'more': torch.ones(1)}), "'more' is not part of the network"),
     (lambda data: file_of({

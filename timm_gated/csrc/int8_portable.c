@@ -9,7 +9,11 @@
 #define ISA "portable"
 #define LANES 4
 #define ROW_BLOCK 4
+#if defined(__aarch64__)
+#define VECTORS 3
+#else
 #define VECTORS 2
+#endif
 #define NAME(x) x##_portable
 #if defined(__x86_64__)
 #define ROUND(x) ((ints)_mm_cvtps_epi32((__m128)(x)))

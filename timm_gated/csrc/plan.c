@@ -26,22 +26,30 @@ static int out_size(int size, const op_t *op) {
 }
 
 /* A convolution of dilation d is d * d plain ones on the phases of a map: every d-th row and column from (y, x) on. The
- * tiles of the phases follow one another, and so do their padded planes. */
-static void tile(const kernels_t *kernels, int size, int dilation, const shape_t *map, tiling_t *tiling) {
-    int per_row = divide_up(divide_up(map->width, dilation), kernels->piece_pixels);
+ * tiles of the phases follow one another, and so do their padded planes. Returns 0 if these are too large. */
+static int tile(const kernels_t *kernels, int size, int dilation, const shape_t *map, tiling_t *tiling) {
+    const int per_row = divide_up(divide_up(map->width, dilation), kernels->piece_pixels);
+    const int phase_rows = (int)round_up(divide_up(map->height, dilation), size) + 2;
+    const int pitch = per_row * kernels->piece_pixels + 4; /* input tiles overlap */
+    if ((ptrdiff_t)dilation * dilation * phase_rows > MAX_OFFSET / pitch)
+        return 0;
     int pieces = 0;
     for (int y = 0; y < dilation && y < map->height; y++)
         for (int x = 0; x < dilation && x < map->width; x++)
             pieces += divide_up(divide_up(map->height - y, dilation), size)
                 * divide_up(divide_up(map->width - x, dilation), kernels->piece_pixels);
-    tiling->size = size;
-    tiling->points = (size + 2) * (size + 2);
-    tiling->pitch = per_row * kernels->piece_pixels + 4; /* input tiles overlap */
-    tiling->phase_rows = (int)round_up(divide_up(map->height, dilation), size) + 2;
-    tiling->out_pitch = per_row * kernels->piece_pixels;
-    tiling->out_rows = dilation * dilation * (tiling->phase_rows - 2);
-    tiling->pieces_per_vector = size * kernels->lanes / kernels->piece_pixels;
-    tiling->vectors = divide_up(pieces, tiling->pieces_per_vector);
+    const int pieces_per_vector = size * kernels->lanes / kernels->piece_pixels;
+    *tiling = (tiling_t){
+        .size = size,
+        .points = (size + 2) * (size + 2),
+        .pitch = pitch,
+        .phase_rows = phase_rows,
+        .out_pitch = per_row * kernels->piece_pixels,
+        .out_rows = dilation * dilation * (phase_rows - 2),
+        .pieces_per_vector = pieces_per_vector,
+        .vectors = divide_up(pieces, pieces_per_vector),
+    };
+    return 1;
 }
 
 static piece_t *cut(const kernels_t *kernels, const tiling_t *tiling, int dilation, const shape_t *map) {
@@ -187,10 +195,9 @@ static blocking_t largest_blocking(const network_t *network, const op_t *op, con
     };
 }
 
-static int plan_winograd(plan_t *plan, const op_t *op, step_t *step, int size) {
+static int plan_winograd(plan_t *plan, const op_t *op, step_t *step) {
     const network_t *network = plan->network;
     tiling_t *tiling = &step->tiling;
-    tile(network->kernels, size, op->dilation, &step->out, tiling);
     step->pieces = cut(network->kernels, tiling, op->dilation, &step->out);
     if (!step->pieces)
         return fail("out of memory");
@@ -201,34 +208,35 @@ static int plan_winograd(plan_t *plan, const op_t *op, step_t *step, int size) {
     step->u_floats = tiling->points * most.u_point;
     /* padded input, or output, both of all phases */
     const size_t padded = times((size_t)op->dilation * op->dilation * tiling->phase_rows, (size_t)tiling->pitch);
-    const size_t plane = times((size_t)tiling->out_rows + size, (size_t)tiling->out_pitch);
+    const size_t plane = times((size_t)tiling->out_rows + tiling->size, (size_t)tiling->out_pitch);
     step->plane_floats = round_up((padded > plane ? padded : plane) + PANEL, PANEL);
     at_least(&plan->thread_floats, (size_t)(step->plane_floats + step->u_floats) + times(points, (size_t)most.m_point));
     return 0;
 }
 
 /* Select the cheapest algorithm: multiplications per weight, padding included, plus the cost of loading and
- * transforming the weight. Returns a tile size, or 0 for direct convolution.
+ * transforming the weight. Returns whether it is Winograd's, with its tiling.
  *
  * The constants were fitted to the times of 3 x 3 convolutions of ResNet-20, 34 and 50, with and without gates, on maps
  * of 3 x 3 to 56 x 56, by all algorithms, on Zen 4 with AVX2 and AVX-512. */
-static int best_tile_size(const kernels_t *kernels, const op_t *op, const shape_t *out) {
+static int find_tiling(const kernels_t *kernels, const op_t *op, const shape_t *out, tiling_t *best) {
     if (op->kernel != 3 || op->stride != 1 || op->padding != op->dilation || op->dilation > MAX_WINOGRAD_DILATION)
         return 0;
     const double fetch = 40, transforms = 1.25, weights = 16;
     double least = 9 * (round_up((ptrdiff_t)out->height * out->width, kernels->lanes) + fetch);
-    int best = 0;
+    int found = 0;
     for (int size = 4; size >= 2; size -= 2) {
         tiling_t tiling;
-        tile(kernels, size, op->dilation, out, &tiling);
-        double cost = tiling.points * (transforms * tiling.vectors * kernels->lanes + weights);
-        double padded = (double)op->dilation * op->dilation * tiling.phase_rows * tiling.pitch;
-        if (cost < least && padded < MAX_OFFSET) {
+        if (!tile(kernels, size, op->dilation, out, &tiling))
+            continue;
+        const double cost = tiling.points * (transforms * tiling.vectors * kernels->lanes + weights);
+        if (cost < least) {
             least = cost;
-            best = size;
+            *best = tiling;
+            found = 1;
         }
     }
-    return best;
+    return found;
 }
 
 static int plan_conv(plan_t *plan, op_t *op, step_t *step) {
@@ -240,9 +248,8 @@ static int plan_conv(plan_t *plan, op_t *op, step_t *step) {
         step->algorithm = POINTWISE;
         return 0;
     }
-    int size = best_tile_size(plan->network->kernels, op, &step->out);
-    step->algorithm = size ? WINOGRAD : DIRECT;
-    return size ? plan_winograd(plan, op, step, size) : plan_direct(plan, op, step);
+    step->algorithm = find_tiling(plan->network->kernels, op, &step->out, &step->tiling) ? WINOGRAD : DIRECT;
+    return step->algorithm == WINOGRAD ? plan_winograd(plan, op, step) : plan_direct(plan, op, step);
 }
 
 void plan_free(plan_t *plan) {

@@ -38,7 +38,7 @@ extern "C" {
 #endif
 
 /* Version of this interface. Changes whenever a function does. */
-#define TG_VERSION 9
+#define TG_VERSION 10
 
 /* The version that the library was built with: must equal TG_VERSION. */
 TG_API int tg_version(void);
@@ -70,7 +70,7 @@ TG_API int tg_output_size(tg_model *model, int index, int height, int width, int
  *
  * images   [count][channels][height][width], normalised like those the network was trained on.
  * outputs  One array for each output, [count][channels][height][width] of tg_output_size. NULL: not wanted.
- * threads  Number of threads, at least 1, this one included. The images of a batch run in parallel; threads split a
+ * threads  Number of threads, 1 to 1024, this one included. The images of a batch run in parallel; threads split a
  *          single one. */
 TG_API int tg_run(
     tg_model *model, const float *images, int64_t count, int height, int width, float *const *outputs, int threads);
