@@ -253,13 +253,13 @@ def test_errors(content, message, tmp_path):
         raise AssertionError(error)
 
 
-def compare(program: Path) -> Tuple[int, int]:
-    """Exit code of examples/compare.py, and on how many of ten images C and Python agree."""
+def compare(program: Path) -> Tuple[int, List[int]]:
+    """Exit code of examples/compare.py, and on how many of ten images C and Python agree, in float32 and in int8."""
     command = [sys.executable, ROOT / 'examples' / 'compare.py', program, '--runs', '0']
     done = subprocess.run(command, capture_output=True, text=True)
-    agreed = re.search(r'C and Python agree on (\d+) of 10 images', done.stdout)
+    agreed = re.findall(r'C and Python agree on (\d+) of 10 real images', done.stdout)
     assert agreed, done.stderr
-    return done.returncode, int(agreed[1])
+    return done.returncode, [int(count) for count in agreed]
 
 
 def test_example(tmp_path):
@@ -270,11 +270,11 @@ def test_example(tmp_path):
         script.write_text(f'#!/bin/sh\nexec {" ".join(EMULATOR)} {program} "$@"\n')
         script.chmod(0o755)
         program = script
-    assert compare(program) == (0, 10)
+    assert compare(program) == (0, [10, 10])
     wrong = tmp_path / 'wrong'
     wrong.write_text(f'#!/bin/sh\n{program} "$@" | sed "s/  [0-9]* /  11 /"\n')
     wrong.chmod(0o755)
-    assert compare(wrong) == (1, 0)
+    assert compare(wrong) == (1, [0, 0])
 
 
 def test_public_header(tmp_path):
