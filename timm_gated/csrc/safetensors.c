@@ -111,7 +111,8 @@ static int read_metadata(cursor_t *json, const char *expected, text_t *found) {
 static const struct {
     const char *name;
     size_t bytes;
-} types[] = {[INT64] = {"I64", 8}, [FLOAT32] = {"F32", 4}, [UINT8] = {"U8", 1}, [INT8] = {"I8", 1}, [INT32] = {"I32", 4}};
+} types[] = {
+    [INT64] = {"I64", 8}, [FLOAT32] = {"F32", 4}, [UINT8] = {"U8", 1}, [INT8] = {"I8", 1}, [INT32] = {"I32", 4}};
 
 static int read_tensor(cursor_t *json, tensor_t *tensor, int64_t offsets[2]) {
     text_t key, type = {NULL, 0, 0};

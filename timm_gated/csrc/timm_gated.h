@@ -7,7 +7,8 @@
  *     tg_free(model);
  *
  * To build the library, compile the C files of this folder, without module.c, with GCC 12 or newer or Clang:
- * `cc -std=gnu11 -O3 -fno-math-errno -c`; link with -pthread -lm. The instruction set is chosen at run time.
+ * `cc -std=gnu11 -O3 -fno-math-errno -c`; link with -pthread -lm. The instruction set is chosen at run time. In a shared
+ * library that is compiled with -fvisibility=hidden, only names that begin with tg_ are visible.
  *
  * Errors. Functions that return a pointer return NULL, and others a value other than 0, after an error. tg_error then
  * returns its text. It belongs to the library and is valid until the next error in the same thread.
