@@ -120,7 +120,11 @@ int main(int count, char **arguments) {
         fprintf(stderr, "usage: classify [--mean R,G,B] [--std R,G,B] [--threads N] MODEL IMAGE.ppm [IMAGE.ppm ...]\n");
         return 2;
     }
-    tg_model *model = tg_version() == TG_VERSION ? tg_load(arguments[i], NULL) : NULL;
+    if (tg_version() != TG_VERSION) {
+        fprintf(stderr, "the library has version %d of its interface, not %d\n", tg_version(), TG_VERSION);
+        return 1;
+    }
+    tg_model *model = tg_load(arguments[i], NULL);
     if (!model || tg_channels(model) != 3 || tg_num_outputs(model) < 1) {
         fprintf(stderr, "%s\n", model ? "the network does not classify RGB images" : tg_error());
         tg_free(model);

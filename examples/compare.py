@@ -1,10 +1,11 @@
-"""Compare the C example with Python: classes of ten images, start-up time and memory
+"""Compare the C example with Python: classes of ten real images, in float32 and int8, start-up time and memory
 
     make example
     python examples/compare.py output/example/classify
 
-The images are squares of scikit-learn's two photographs. The network is the packaged `gated_resnet20`, trained on
-CIFAR-10; start-up is measured with `gated_resnet34` and random weights. Exits with 1 if the classes differ.
+The images are ten squares of scikit-learn's two photographs. The network is the packaged `gated_resnet20`, trained on
+CIFAR-10; start-up is measured with `gated_resnet34` and random weights. Exits with 1 if five classes or their logits
+differ.
 """
 import argparse
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
-from typing import List, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # also the defaults of classify.c
 PYTHON = f"""
@@ -43,12 +44,21 @@ def write_images(folder: Path, side: int, count: int) -> List[str]:
     return paths
 
 
-def save_network(path: Path, name: str, pretrained: bool) -> str:
+def save_network(path: Path, name: str, pretrained: bool, calibration: Sequence[str] = ()) -> str:
+    """Save a network, in int8 if there are images to calibrate it."""
+    import numpy as np
     import timm
+    import torch
+    from PIL import Image
 
     import timm_gated
 
-    timm_gated.accelerate(timm.create_model(name, pretrained=pretrained)).save(path)
+    options: Dict[str, Any] = {}
+    if calibration:
+        images = torch.from_numpy(np.stack([np.array(Image.open(image)) for image in calibration])) / 255
+        images = ((images - torch.tensor(MEAN)) / torch.tensor(STD)).permute(0, 3, 1, 2)
+        options = dict(precision='int8', calibration=images)
+    timm_gated.accelerate(timm.create_model(name, pretrained=pretrained), **options).save(path)
     return str(path)
 
 
@@ -75,6 +85,20 @@ def is_same(ours: str, theirs: str) -> bool:
     return name == other and a[::2] == b[::2] and all(abs(x - y) < 1e-3 for x, y in pairs)
 
 
+def compare(program: str, network: str, images: List[str]) -> bool:
+    """Print the classes of images, and whether C and Python agree."""
+    ours, theirs = (
+        subprocess.run([*command, network, *images], check=True, capture_output=True, text=True).stdout.splitlines()
+        for command in ([program], [sys.executable, '-c', PYTHON]))
+    same = [is_same(a, b) for a, b in zip(ours, theirs, strict=True)]
+    for line, agrees in zip(ours, same, strict=True):
+        print(f'{Path(line.split()[0]).stem}: {"  ".join(line.split("  ")[1:])}'
+              f'{"" if agrees else "   different in Python"}')
+    print(f'C and Python agree on {sum(same)} of {len(images)} real images: five classes with their logits, '
+          f'{Path(network).stem}.\n')
+    return len(same) == len(images) and all(same)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('program', help='compiled examples/classify.c')
@@ -82,15 +106,11 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        arguments = [save_network(folder / 'gated_resnet20.tgn', 'gated_resnet20', True), *write_images(folder, 32, 10)]
-        ours, theirs = (
-            subprocess.run([*command, *arguments], check=True, capture_output=True, text=True).stdout.splitlines()
-            for command in ([args.program], [sys.executable, '-c', PYTHON]))
-        same = [is_same(a, b) for a, b in zip(ours, theirs, strict=True)]
-        for line, agrees in zip(ours, same, strict=True):
-            print(f'{Path(line.split()[0]).stem}: {"  ".join(line.split("  ")[1:])}'
-                  f'{"" if agrees else "   different in Python"}')
-        print(f'C and Python agree on {sum(same)} of {len(same)} images (five classes with their logits).\n')
+        images = write_images(folder, 32, 10)
+        networks = [
+            save_network(folder / 'gated_resnet20.tgn', 'gated_resnet20', True),
+            save_network(folder / 'gated_resnet20_int8.tgn', 'gated_resnet20', True, images)]
+        same = [compare(args.program, network, images) for network in networks]
         if args.runs:
             arguments = [
                 save_network(folder / 'gated_resnet34.tgn', 'gated_resnet34', False), *write_images(folder, 224, 1)]

@@ -4,6 +4,9 @@
 #if defined(__aarch64__)
 #define ROW_BLOCK 6
 #define VECTORS 4
+#if !defined(__clang__)
+#pragma GCC optimize("no-schedule-insns") /* which loads so much ahead that sums are spilled in the loop */
+#endif
 #else
 #define ROW_BLOCK 4
 #define VECTORS 2

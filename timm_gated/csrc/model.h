@@ -1,5 +1,5 @@
-/* What Python uses of a model, besides timm_gated.h. The signatures are also in inference/native.py, and TG_VERSION
- * changes with them. */
+/* What Python uses of a model, besides timm_gated.h. The signatures are also in inference/native.py. TG_VERSION changes
+ * with them, with kind_t and with column_t. */
 #ifndef TIMM_GATED_MODEL_H
 #define TIMM_GATED_MODEL_H
 

@@ -22,7 +22,8 @@ int fail(const char *format, ...) {
     return -1;
 }
 
-/* Instruction sets, fastest first. The int8 kernels need extensions of their own: without them, those of AVX2 are used. */
+/* Instruction sets, fastest first. The int8 kernels need extensions of their own: without them, those of AVX2 are
+ * used. */
 static const struct {
     const char *name;
     const kernels_t *kernels;
@@ -104,7 +105,8 @@ void network_free(network_t *network) {
         return;
     for (int i = 0; i < network->num_ops; i++) {
         op_t *op = &network->ops[i];
-        void *owned[] = {op->weight, op->bias, op->weight2, op->bias2, op->weight8, op->bias8, op->multiplier, op->ratio};
+        void *owned[] = {op->weight,  op->bias,  op->weight2,    op->bias2,
+                         op->weight8, op->bias8, op->multiplier, op->ratio};
         for (size_t k = 0; k < sizeof owned / sizeof *owned; k++)
             release(owned[k]);
         free(op->sources);

@@ -2,7 +2,7 @@
  *
  *     tg_model     a network with its plans and workspaces; what callers see (timm_gated.h)    model.c, load.c
  *     network_t    operations with packed weights; made once, operation by operation          network.c, operations.c
- *     plan_t       shapes, algorithms and sizes of memory for one image size                   plan.c
+ *     plan_t       shapes, algorithms and sizes of memory for one image size                   plan.c, plan_*.c
  *     workspace_t  memory and threads for one call at a time                                   workspace.c, threads.c
  *     run_batch    runs a batch in a workspace                                                 run.c, run_*.c, panels.c
  *
@@ -20,8 +20,8 @@
  * added up, and as many panels of them as fit into half of the L2 cache. */
 #define BLOCK_DEPTH 1024
 
-/* Int8 convolutions of so many weights per filter, in quads, are split: inputs and sums of SPLIT_CHUNK groups of positions
- * stay in the cache. */
+/* Int8 convolutions of so many weights per filter, in quads, are split: inputs and sums of SPLIT_CHUNK groups of
+ * positions stay in the cache. */
 #if defined(CACHE_BYTES)
 #define SPLIT_DEPTH 24
 #else
@@ -103,9 +103,7 @@ typedef struct {
     int64_t shape[4];
 } tensor_t;
 
-/* The tensors of an operation: of a convolution weight and bias, of one over channels weight, of a gate those of both layers, of a concatenation its
- * sources; of an int8 convolution weight, bias, multiplier, ratio (with a shortcut) and scale; of an int8 linear layer
- * weight, bias, multiplier and scale; of a quantisation scale. */
+/* Of an operation: load.c names them, in their order. */
 #define MAX_TENSORS 5
 
 typedef struct {
@@ -319,9 +317,6 @@ int plan_output(const plan_t *plan, int index, int size[3]);
 
 /* Name of the algorithm of an operation, or NULL if the operation is not a convolution. */
 const char *plan_algorithm(const plan_t *plan, int op);
-
-/* Plan an operation that reads or writes a quantised map, whose channels and size are known (plan_int8.c). */
-int plan_int8(plan_t *plan, const op_t *op, step_t *step, const shape_t *residual);
 
 /* Memory to run a plan. Concurrent calls need a workspace each. */
 workspace_t *workspace_new(const plan_t *plan, int num_samples, int num_threads);

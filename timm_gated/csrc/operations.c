@@ -269,9 +269,8 @@ static int add_int8_conv(network_t *network, op_t *op, const tensor_t *tensors) 
         return fail("bias, multiplier or ratio of an int8 convolution is out of range");
     if (add_scale(op, &tensors[4]) || check_gates(network, op))
         return -1;
-    const size_t count = op->gate_in >= 0
-        ? (size_t)divide_up(op->c_out, ROW_GROUP) * ROW_GROUP * op->c_in * taps
-        : (size_t)op->c_out * num_quads(op->c_in) * QUAD * taps;
+    const size_t count = op->gate_in >= 0 ? (size_t)divide_up(op->c_out, ROW_GROUP) * ROW_GROUP * op->c_in * taps
+                                          : (size_t)op->c_out * num_quads(op->c_in) * QUAD * taps;
     op->weight8 = allocate(times(count, 1));
     op->bias8 = allocate((size_t)op->c_out * sizeof *op->bias8);
     op->multiplier = copy(multiplier);
@@ -373,7 +372,9 @@ int network_add(network_t *network, const int64_t row[NUM_COLUMNS], const tensor
         .gate_in = (int)row[GATE_IN],
         .gate_out = (int)(is_conv ? row[GATE_OUT] : row[GATE_DEFINED]),
         .count = (int)row[COUNT],
-        .kernel = row[KIND] == ADAPTIVE_POOL ? (int)row[BINS] : row[KERNEL] > 0 ? (int)row[KERNEL] : 1,
+        .kernel = row[KIND] == ADAPTIVE_POOL ? (int)row[BINS]
+            : row[KERNEL] > 0                ? (int)row[KERNEL]
+                                             : 1,
         .stride = row[STRIDE] > 0 ? (int)row[STRIDE] : 1,
         .dilation = is_conv ? (int)row[DILATION] : 1,
         .padding = row[PADDING] > 0 ? (int)row[PADDING] : 0,

@@ -2,7 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "network.h"
+#include "plan.h"
 
 #define MAX_POSITIONS (1 << 30) /* of a map with its border, so that they fit into 31 bits */
 

@@ -1,13 +1,10 @@
 #include "safetensors.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #define MAX_NUMBER ((int64_t)1 << 53)
 
@@ -41,11 +38,14 @@ static int read_text(cursor_t *json, text_t *text) {
     if (!accept(json, '"'))
         return malformed();
     *text = (text_t){.first = json->at};
-    for (; json->at < json->end && *json->at != '"'; json->at++)
-        if (*json->at == '\\') {
+    for (; json->at < json->end && *json->at != '"'; json->at++) {
+        if (*json->at == '\\' && json->at + 1 < json->end) {
             text->escaped = 1;
             json->at++;
         }
+        if ((unsigned char)*json->at < ' ') /* error messages quote names */
+            return malformed();
+    }
     if (json->at >= json->end)
         return malformed();
     text->length = (size_t)(json->at++ - text->first);
@@ -111,7 +111,8 @@ static int read_metadata(cursor_t *json, const char *expected, text_t *found) {
 static const struct {
     const char *name;
     size_t bytes;
-} types[] = {[INT64] = {"I64", 8}, [FLOAT32] = {"F32", 4}, [UINT8] = {"U8", 1}, [INT8] = {"I8", 1}, [INT32] = {"I32", 4}};
+} types[] = {
+    [INT64] = {"I64", 8}, [FLOAT32] = {"F32", 4}, [UINT8] = {"U8", 1}, [INT8] = {"I8", 1}, [INT32] = {"I32", 4}};
 
 static int read_tensor(cursor_t *json, tensor_t *tensor, int64_t offsets[2]) {
     text_t key, type = {NULL, 0, 0};
@@ -255,44 +256,38 @@ static int read_header(safetensors_t *file, cursor_t *json, const char *data, si
     return equals(&found, actual) ? 0 : fail("it is damaged: the checksum is %s", actual);
 }
 
-static int map_file(safetensors_t *file, const char *path) {
-    const int descriptor = open(path, O_RDONLY | O_CLOEXEC);
+/* The file is copied, not mapped: nobody can change or truncate the copy. */
+static int read_file(safetensors_t *file, const char *path) {
+    FILE *stream = fopen(path, "rbe");
     struct stat status;
-    if (descriptor < 0)
+    if (!stream)
         return fail("%s", strerror(errno));
-    if (fstat(descriptor, &status) || !S_ISREG(status.st_mode)) {
-        close(descriptor);
-        return fail("it is not a regular file");
-    }
-    file->bytes = (size_t)status.st_size;
-    if (file->bytes >= 8)
-        file->mapped = mmap(NULL, file->bytes, PROT_READ, MAP_PRIVATE, descriptor, 0);
-    const int error = errno;
-    close(descriptor);
-    if (file->mapped != MAP_FAILED)
-        return 0;
-    file->mapped = NULL;
-    return fail("%s", strerror(error));
+    int failed = 0;
+    if (fstat(fileno(stream), &status) || !S_ISREG(status.st_mode))
+        failed = fail("it is not a regular file");
+    else if (!(file->content = allocate((size_t)status.st_size)))
+        failed = fail("out of memory");
+    else
+        file->bytes = fread(file->content, 1, (size_t)status.st_size, stream);
+    fclose(stream);
+    return failed;
 }
 
 int safetensors_open(safetensors_t *file, const char *path, const char *key) {
     *file = (safetensors_t){.bytes = 0};
-    if (map_file(file, path))
+    if (read_file(file, path))
         return -1;
     uint64_t size = 0;
-    const unsigned char *bytes = file->mapped;
-    for (int i = 7; bytes && i >= 0; i--)
-        size = size << 8 | bytes[i];
-    if (!bytes || size > file->bytes - 8 || size % 8) /* writers align the data to 8 bytes */
+    for (int i = 7; file->bytes >= 8 && i >= 0; i--)
+        size = size << 8 | (unsigned char)file->content[i];
+    if (file->bytes < 8 || size > file->bytes - 8 || size % 8) /* writers align the data to 8 bytes */
         return fail("it is damaged: %zu bytes with a header of %llu", file->bytes, (unsigned long long)size);
-    const char *header = (const char *)bytes + 8;
-    cursor_t json = {header, header + size};
+    cursor_t json = {file->content + 8, file->content + 8 + size};
     return read_header(file, &json, json.end, file->bytes - 8 - size, key);
 }
 
 void safetensors_close(safetensors_t *file) {
-    if (file->mapped)
-        munmap(file->mapped, file->bytes);
+    release(file->content);
     free(file->tensors);
 }
 

@@ -16,11 +16,11 @@ typedef struct {
 typedef struct {
     named_tensor_t *tensors; /* sorted by name */
     size_t count;
-    void *mapped;
+    char *content;
     size_t bytes;
 } safetensors_t;
 
-/* Map a file and check the sizes of all tensors, and their checksum, the entry `key` of the metadata. */
+/* Read a file and check the sizes of all tensors, and their checksum, the entry `key` of the metadata. */
 int safetensors_open(safetensors_t *file, const char *path, const char *key);
 void safetensors_close(safetensors_t *file);
 

@@ -7,7 +7,8 @@
  *     tg_free(model);
  *
  * To build the library, compile the C files of this folder, without module.c, with GCC 12 or newer or Clang:
- * `cc -std=gnu11 -O3 -fno-math-errno -c`; link with -pthread -lm. The instruction set is chosen at run time.
+ * `cc -std=gnu11 -O3 -fno-math-errno -c`; link with -pthread -lm. The instruction set is chosen at run time. In a shared
+ * library that is compiled with -fvisibility=hidden, only names that begin with tg_ are visible.
  *
  * Errors. Functions that return a pointer return NULL, and others a value other than 0, after an error. tg_error then
  * returns its text. It belongs to the library and is valid until the next error in the same thread.
@@ -38,7 +39,7 @@ extern "C" {
 #endif
 
 /* Version of this interface. Changes whenever a function does. */
-#define TG_VERSION 9
+#define TG_VERSION 10
 
 /* The version that the library was built with: must equal TG_VERSION. */
 TG_API int tg_version(void);
@@ -70,7 +71,7 @@ TG_API int tg_output_size(tg_model *model, int index, int height, int width, int
  *
  * images   [count][channels][height][width], normalised like those the network was trained on.
  * outputs  One array for each output, [count][channels][height][width] of tg_output_size. NULL: not wanted.
- * threads  Number of threads, at least 1, this one included. The images of a batch run in parallel; threads split a
+ * threads  Number of threads, 1 to 1024, this one included. The images of a batch run in parallel; threads split a
  *          single one. */
 TG_API int tg_run(
     tg_model *model, const float *images, int64_t count, int height, int width, float *const *outputs, int threads);

@@ -17,7 +17,7 @@ from .serialize import Network, decode, encode
 __all__ = ['NativeRunner', 'fma_peak', 'instruction_sets', 'why_not']
 
 _MAX_PIXELS = 2 ** 26  # per image (csrc/plan.c)
-_VERSION = 9  # must equal TG_VERSION (csrc/timm_gated.h)
+_VERSION = 10  # must equal TG_VERSION (csrc/timm_gated.h)
 
 
 class _Tensor(ctypes.Structure):
