@@ -1,9 +1,9 @@
 /* Kernels of quantised networks, one set per instruction set.
  *
- * Feature maps are uint8: value = scale * (q - zero). Four neighbouring channels of a pixel, a quad, share 32 bits, and
- * pixels of a quad follow one another in a plane, row by row, with a border of `zero` between and around the rows. So the
- * pixels that a tap of a convolution reads are contiguous for all positions of the map, and one dot-product instruction
- * multiplies the four channels of several pixels with the four weights of a filter.
+ * Feature maps are uint8: value = scale * (q - zero). Four neighbouring channels of a pixel, a quad, share 32 bits,
+ * and pixels of a quad follow one another in a plane, row by row, with a border of `zero` between and around the rows.
+ * So the pixels that a tap of a convolution reads are contiguous for all positions of the map, and one dot-product
+ * instruction multiplies the four channels of several pixels with the four weights of a filter.
  *
  * Weights are int8 in [-63, 63], so that sums of two products fit into the 16 bits that AVX2 adds up. Everything up to
  * the rounding of a result is defined to the bit, and so the same on all machines:
@@ -27,7 +27,7 @@ typedef struct {
     ptrdiff_t step;
     const ptrdiff_t *offsets; /* of the inputs that the weights of a row belong to, from x on */
     int first, depth;         /* weights [first, depth) of the rows */
-    /* Sums of the weights before `first` and, unless `is_last`, those of the weights before `depth`: [row][position]. */
+    /* Sums of the weights before `first` and, unless `is_last`, of those before `depth`: [row][position]. */
     int32_t *sums;
     ptrdiff_t sums_row;
     int is_last;
@@ -61,8 +61,8 @@ typedef struct {
     void (*maximum)(uint32_t *x, const uint32_t *y, int count);
     /* Add the bytes of `count` quads to four sums. */
     void (*sum)(const uint32_t *x, int count, uint32_t sums[QUAD]);
-    /* Logits of a gate, without fused operations, so that they are the same everywhere: weights are [inputs][hidden] and
-     * [hidden][size]; `hidden` is memory for the inner layer. */
+    /* Logits of a gate, without fused operations, so that they are the same everywhere: weights are [inputs][hidden]
+     * and [hidden][size]; `hidden` is memory for the inner layer. */
     void (*gate)(
         const float *x, int inputs, const float *weight, const float *bias, int num_hidden, const float *weight2,
         const float *bias2, int size, float *hidden, float *logits);

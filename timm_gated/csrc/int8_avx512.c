@@ -1,7 +1,8 @@
 /* The int8 kernels for AVX-512 with VNNI. */
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"))), apply_to = function)
+#pragma clang attribute push( \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"))), apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 #endif
@@ -18,7 +19,8 @@
     ((ints)_mm512_shuffle_epi8( \
         _mm512_packus_epi16( \
             _mm512_adds_epi16(_mm512_packs_epi32((__m512i)(y)[0], (__m512i)(y)[1]), _mm512_set1_epi16((short)(zero))), \
-            _mm512_adds_epi16(_mm512_packs_epi32((__m512i)(y)[2], (__m512i)(y)[3]), _mm512_set1_epi16((short)(zero)))), \
+            _mm512_adds_epi16( \
+                _mm512_packs_epi32((__m512i)(y)[2], (__m512i)(y)[3]), _mm512_set1_epi16((short)(zero)))), \
         _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15))))
 #include "int8.inc"
 #if defined(__clang__)

@@ -18,7 +18,8 @@
     ((ints)_mm256_shuffle_epi8( \
         _mm256_packus_epi16( \
             _mm256_adds_epi16(_mm256_packs_epi32((__m256i)(y)[0], (__m256i)(y)[1]), _mm256_set1_epi16((short)(zero))), \
-            _mm256_adds_epi16(_mm256_packs_epi32((__m256i)(y)[2], (__m256i)(y)[3]), _mm256_set1_epi16((short)(zero)))), \
+            _mm256_adds_epi16( \
+                _mm256_packs_epi32((__m256i)(y)[2], (__m256i)(y)[3]), _mm256_set1_epi16((short)(zero)))), \
         _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15))))
 #include "int8.inc"
 #if defined(__clang__)

@@ -40,7 +40,6 @@ static int least(int a, int b) { return a < b ? a : b; }
 
 static int filter(const conv8_t *conv, int row) { return conv->open_out ? conv->open_out[row] : row; }
 
-
 /* Interleave the weights of the open inputs for a group of filters. */
 static void regroup(const context_t *context, const conv8_t *conv, int group, int32_t *to) {
     static const int8_t zeros[ROW_GROUP];
@@ -151,8 +150,7 @@ static void find_lines(const conv8_t *conv, int32_t *lines) {
 /* Offsets of the inputs: quads, and within them taps. */
 static void find_offsets(const conv8_t *conv, ptrdiff_t *offsets) {
     const step_t *step = conv->step;
-    const ptrdiff_t stride =
-        conv->op->stride > 1 ? step->phases * step->phases * step->phase_plane : step->in.plane;
+    const ptrdiff_t stride = conv->op->stride > 1 ? step->phases * step->phases * step->phase_plane : step->in.plane;
     for (int quad = 0; quad < num_quads(conv->n_in); quad++)
         for (int t = 0; t < conv->taps; t++)
             *offsets++ = quad * stride + step->tap_offsets[t];
@@ -232,8 +230,9 @@ void run_int8_conv(context_t *context, const op_t *op, const step_t *step) {
         find_rows(context, &conv, rows, m, next);
         conv.product.ahead = NULL;
         if (next < end && conv.open_in)
-            conv.product.ahead =
-                op->weight8 + (size_t)(filter(&conv, least(next + QUAD, conv.n_out) - 1) / ROW_GROUP) * op->c_in * conv.taps * ROW_GROUP;
+            conv.product.ahead = op->weight8
+                + (size_t)(filter(&conv, least(next + QUAD, conv.n_out) - 1) / ROW_GROUP) * op->c_in * conv.taps
+                    * ROW_GROUP;
         run_rows(context, &conv, m, next, &share_of.groups);
     }
 }

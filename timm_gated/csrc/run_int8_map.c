@@ -81,17 +81,16 @@ void run_int8_subsample(context_t *context, const op_t *op, const step_t *step) 
             if (from >= 0 && from < num_quads(in->channels)) {
                 const uint32_t *row = (uint32_t *)context->sample->buffers[op->in] + from * in->plane + in->origin
                     + (ptrdiff_t)y * op->stride * in->pitch;
-                context->plan->network->kernels->subsample(
-                    (const float *)row, op->stride, (float *)line, out->width);
+                context->plan->network->kernels->subsample((const float *)row, op->stride, (float *)line, out->width);
             }
             write_row(out, to, y, line);
         }
     }
 }
 
-/* The ReLU of the shortcut, in the scale of the map that the skipped convolutions would have written: a product of depth
- * 0. The power of two keeps the bits that rounding to an integer would lose. A larger ratio than 256 has the same results:
- * all values above zero are the largest one. */
+/* The ReLU of the shortcut, in the scale of the map that the skipped convolutions would have written: a product of
+ * depth 0. The power of two keeps the bits that rounding to an integer would lose. A larger ratio than 256 has the
+ * same results: all values above zero are the largest one. */
 void run_int8_skip(context_t *context, const op_t *op, const step_t *step, const shape_t *out) {
     const shape_t *in = &step->in;
     const float power = 16384.f, scales = in->scale / out->scale;
@@ -144,8 +143,8 @@ void run_quantize(context_t *context, const op_t *op, const step_t *step) {
     }
 }
 
-/* A linear layer on a single pixel. In double, the product is exact: it makes no difference whether it is fused with the
- * sum. */
+/* A linear layer on a single pixel. In double, the product is exact: it makes no difference whether it is fused with
+ * the sum. */
 void run_int8_linear(context_t *context, const op_t *op) {
     const int8_kernels_t *kernels = context->plan->network->int8;
     const float *in = context->sample->buffers[op->in];

@@ -7,22 +7,23 @@
  *     tg_free(model);
  *
  * To build the library, compile the C files of this folder, without module.c, with GCC 12 or newer or Clang:
- * `cc -std=gnu11 -O3 -fno-math-errno -c`; link with -pthread -lm. The instruction set is chosen at run time. In a shared
- * library that is compiled with -fvisibility=hidden, only names that begin with tg_ are visible.
+ * `cc -std=gnu11 -O3 -fno-math-errno -c`; link with -pthread -lm. The instruction set is chosen at run time. In a
+ * shared library that is compiled with -fvisibility=hidden, only names that begin with tg_ are visible.
  *
  * Errors. Functions that return a pointer return NULL, and others a value other than 0, after an error. tg_error then
  * returns its text. It belongs to the library and is valid until the next error in the same thread.
  *
- * Memory. A model belongs to the caller, who frees it with tg_free. Images and outputs belong to the caller and are used
- * during tg_run only. A model owns memory for the maps of the last four image sizes, for each call that runs at the same
- * time: a first call of a size allocates it, later ones reuse it.
+ * Memory. A model belongs to the caller, who frees it with tg_free. Images and outputs belong to the caller and are
+ * used during tg_run only. A model owns memory for the maps of the last four image sizes, for each call that runs at
+ * the same time: a first call of a size allocates it, later ones reuse it.
  *
- * Threads. All functions may be called from several threads at once, also with the same model, except that a model must
- * not be freed while it is used. A call of tg_run with several threads brings its own, which sleep between calls. Results
- * do not depend on the number of threads. After a fork, a model can be used in the child, provided that no other thread
- * was using it when the process forked.
+ * Threads. All functions may be called from several threads at once, also with the same model, except that a model
+ * must not be freed while it is used. A call of tg_run with several threads brings its own, which sleep between calls.
+ * Results do not depend on the number of threads. After a fork, a model can be used in the child, provided that no
+ * other thread was using it when the process forked.
  *
- * Arithmetic is in float32. Files are not trusted: a damaged or hostile file is an error of tg_load or of tg_run. */
+ * Arithmetic is in float32 or, for networks saved in int8, as int8.h defines it. Files are not trusted: a damaged or
+ * hostile file is an error of tg_load or of tg_run. */
 #ifndef TIMM_GATED_H
 #define TIMM_GATED_H
 
