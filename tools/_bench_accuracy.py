@@ -32,15 +32,13 @@ def _runtimes(args: argparse.Namespace, network: Network) -> List[Tuple[bool, st
     return [kind for kind in kinds if 'int8' in args.precision or not kind[1].endswith('int8')]
 
 
-def measure_accuracies(
-        args: argparse.Namespace, networks: Sequence[Network], folder: Path, calibration_images: int) -> List[Accuracy]:
+def measure_accuracies(args: argparse.Namespace, networks: Sequence[Network], folder: Path) -> List[Accuracy]:
     """Measure the accuracies of the trained networks on validation images spread over the data set.
 
     Args:
         args: Parsed command line.
         networks: Networks; those without trained weights are left out.
         folder: Folder with the files of the benchmark.
-        calibration_images: Number of images to calibrate on, the same as in the benchmark.
     """
     accuracies: List[Accuracy] = []
     for network in networks if args.data_dir is not None and args.simulate is None else ():
@@ -49,7 +47,7 @@ def measure_accuracies(
         dataset = create_images(network, args.data_dir)
         count = min(args.accuracy_images, len(dataset))
         indices = [index * len(dataset) // count for index in range(count)]
-        calibration = load_images(network, args.data_dir, calibration_images, seed=1)
+        calibration = load_images(network, args.data_dir, args.calibration_images, seed=1)
         sides = []
         for is_dense, runtime in _runtimes(args, network):
             model: Any = network.dense() if is_dense else next(network.variants(()))[1]
@@ -72,9 +70,9 @@ def accuracy_table(accuracies: Sequence[Accuracy], calibration_images: int) -> s
 
     Args:
         accuracies: Accuracies of all networks.
-        calibration_images: Number of images that int8 was calibrated on.
+        calibration_images: Largest number of images that int8 was calibrated on.
     """
     cells = [['network', 'runtime', 'validation images', 'top-1'], *(
         [row.network, row.runtime, f'{row.num_images}', f'{row.top1:.2f}'] for row in accuracies)]
-    return (f'Accuracies. Int8 is calibrated on the same {calibration_images} validation images everywhere.\n'
+    return (f'Accuracies. Int8 is calibrated on the same validation images everywhere, up to {calibration_images}.\n'
             f'{format_table(cells)}\n')

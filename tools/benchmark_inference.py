@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
     from timm_gated.inference import SlicedRunner
 
-CALIBRATION_IMAGES = 16
-
 
 def check_outputs(sides: Sequence[Tuple[Row, Run]]) -> None:
     """Check that all runtimes of a network give the same outputs.
@@ -100,7 +98,7 @@ def benchmark_network(
     dense = network.dense()
     x = load_images(network, args.data_dir, batch_size)
     native = native_runtimes(args, batch_size)
-    calibration = load_images(network, args.data_dir, CALIBRATION_IMAGES, seed=1)
+    calibration = load_images(network, args.data_dir, args.calibration_images, seed=1)
     sides: List[Tuple[Row, Run]] = []
 
     def add(name: str, model: torch.nn.Module, runtime: str, keep: Optional[float], gmacs: float) -> None:
@@ -277,6 +275,8 @@ def main(argv: Optional[List[str]] = None) -> int:
                         'a model of timm with its tag; needs a single --networks')
     parser.add_argument('--accuracy-images', type=int, default=1000, metavar='N', help='number of validation images '
                         'for the accuracies of trained networks (default: 1000)')
+    parser.add_argument('--calibration-images', type=int, metavar='N', help='number of images that int8 is calibrated '
+                        'on, ours and that of OpenVINO (default: 128 with --data-dir, 16 of noise)')
     parser.add_argument('--data-dir', help='image folder to use instead of noise')
     parser.add_argument('--simulate', type=int, metavar='IMAGES',
                         help='simulate batched kernels as in the paper, on the sparse networks of this many images')
@@ -287,6 +287,10 @@ def main(argv: Optional[List[str]] = None) -> int:
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f'--rounds must be at least 1, got {args.rounds}.')
+    if args.calibration_images is None:
+        args.calibration_images = 16 if args.data_dir is None else 128
+    if args.calibration_images < 1:
+        parser.error(f'--calibration-images must be at least 1, got {args.calibration_images}.')
     if not all(0 <= share <= 1 for share in args.keep):
         parser.error(f'--keep must be between 0 and 1, got {args.keep}.')
     if args.checkpoint is not None and len(args.networks or ()) != 1:
@@ -331,7 +335,7 @@ def main(argv: Optional[List[str]] = None) -> int:
             with torch.inference_mode():
                 rows = (
                     simulate(args, networks) if args.simulate is not None else benchmark(args, networks, folder))
-                accuracies = measure_accuracies(args, networks, folder, CALIBRATION_IMAGES)
+                accuracies = measure_accuracies(args, networks, folder)
         except ValueError as error:
             print(f'error: {error}', file=sys.stderr)
             return 1
@@ -342,7 +346,7 @@ def main(argv: Optional[List[str]] = None) -> int:
                 f'{isa} {peak:.0f} GFLOP/s' for isa, peak in peaks.items())
         summary = f'{conditions}\n\n{table(rows, peaks)}\n{LEGEND}\n'
         if accuracies:
-            summary += f'\n{accuracy_table(accuracies, CALIBRATION_IMAGES)}'
+            summary += f'\n{accuracy_table(accuracies, args.calibration_images)}'
         if fits:
             summary += f'\n{fit_table(fits)}'
         (folder / 'table.txt').write_text(summary)

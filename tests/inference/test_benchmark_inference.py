@@ -188,14 +188,16 @@ def test_accuracies_in_both_precisions(tmp_path, capsys):
     assert run_tool(
         'benchmark_inference', '--networks', 'gated_resnet20.bas_c10', '--dense-weights', 'cifar_resnet20.e28_c10',
         '--data-dir', tmp_path / 'data', '--rounds', '1', '--threads', '1', '--batch-sizes', '1', '--dense-runtimes',
-        'eager', 'openvino_int8', '--isa', 'portable', '--accuracy-images', '4', '--output', tmp_path / 'bench') == 0
+        'eager', 'openvino_int8', '--isa', 'portable', '--accuracy-images', '4', '--calibration-images', '6',
+        '--output', tmp_path / 'bench') == 0
     results = read_results(tmp_path / 'bench')
     assert results['weights'] == 'gated_resnet20.bas_c10 (gated), cifar_resnet20.e28_c10 (dense)'
     assert [(row['network'], row['runtime'], row['num_images']) for row in results['accuracies']] == [
         ('gated_resnet20.bas_c10', 'native portable', 4), ('gated_resnet20.bas_c10', 'native portable int8', 4),
         ('cifar_resnet20', 'eager', 4), ('cifar_resnet20', 'openvino_int8', 4)]
     assert all(row['top1'] in (0, 25, 50, 75, 100) for row in results['accuracies'])
-    assert f'{results["accuracies"][0]["top1"]:.2f}' in capsys.readouterr().out.split('Accuracies')[1]
+    captioned = capsys.readouterr().out.split('Accuracies')[1]
+    assert f'{results["accuracies"][0]["top1"]:.2f}' in captioned and 'up to 6.' in captioned
 
 
 def test_one_instruction_set_limits_all(monkeypatch):

@@ -17,7 +17,7 @@ from strategies import examples, seeds
 from timm_gated import accelerate, instruction_sets
 from timm_gated.inference import mixed, native
 from timm_gated.inference.calibration import IMAGE, RANGES, Range, observe_ranges
-from timm_gated.inference.compiler import compile_trunk, find_trunk
+from timm_gated.inference.compiler import compile_trunk
 from timm_gated.inference.mixed import quantize_slow_layers
 from timm_gated.inference.native import NativeRunner
 from timm_gated.inference.program import (
@@ -34,6 +34,7 @@ from timm_gated.inference.program import (
     SubsampleOp,
 )
 from timm_gated.inference.quantize import quantize, tied_convolutions
+from timm_gated.inference.trunks import find_trunk
 
 ranges = pytest.mark.parametrize('method', RANGES)
 
