@@ -182,7 +182,7 @@ def plot(rows: Sequence[Row], fits: Sequence[Fit], weights: str, path: Path) -> 
     settings = list(dict.fromkeys(row.setting for row in rows))
     sizes = list(dict.fromkeys(row.image_size for row in rows))
     runtimes = list(dict.fromkeys(row.runtime for row in rows))
-    fig = Figure(figsize=(5.2 * len(settings), 4.4 * len(sizes)), layout='constrained')
+    fig = Figure(figsize=(5.2 * len(settings) + 2, 4.4 * len(sizes)), layout='constrained')
     fig.suptitle(f'Weights: {weights}', fontsize='small')
     axes = fig.subplots(len(sizes), len(settings), squeeze=False)
     for i, size in enumerate(sizes):
@@ -204,5 +204,6 @@ def plot(rows: Sequence[Row], fits: Sequence[Fit], weights: str, path: Path) -> 
             axis.grid(alpha=0.3)
     for runtime in runtimes:
         axes[0][0].plot([], [], 'o', color=f'C{runtimes.index(runtime)}', label=runtime)
-    axes[0][0].legend(frameon=False, title='dense: squares, gated: dots and fitted lines', fontsize='small')
+    fig.legend(
+        loc='outside right center', frameon=False, title='dense: squares\ngated: dots, fitted lines', fontsize='small')
     fig.savefig(path, dpi=150)
