@@ -29,7 +29,6 @@ BASELINES = ('eager', 'compile', 'onnxruntime', 'openvino')  # dense, float32
 INT8 = 'openvino_int8'
 DENSE_RUNTIMES = (*BASELINES, INT8)
 
-
 _ONEDNN_NAMES = {'avxvnni': 'AVX2_VNNI', 'avx2': 'AVX2'}
 
 

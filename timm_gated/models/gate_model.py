@@ -12,8 +12,7 @@ from typing import Any, Dict, List, Optional
 import timm
 import torch
 import torch.nn as nn
-from timm.models import get_model_args, is_model
-from timm.models._features_fx import FeatureGraphNet
+from timm.models import FeatureGraphNet, get_model_args, is_model
 from timm.models.resnet import ResNet
 
 from ..layers import force_gates
@@ -65,7 +64,8 @@ def gate(model: nn.Module, budget: Optional[float] = None, **options: Any) -> An
     cfg.pop('state_dict', None)
     gated: Any = timm.create_model(name, pretrained_cfg=cfg, budget=budget, **{**args, **defaults, **options})
     gated.to(next(network.parameters()))
-    weights = {key: value for key, value in gated.state_dict().items() if key not in blueprint.state_dict()}  # of gates
+    dense_keys = blueprint.state_dict().keys()
+    weights = {key: value for key, value in gated.state_dict().items() if key not in dense_keys}  # of the gates
     weights.update((key, value.clone()) for key, value in network.state_dict().items())
     with explained(f'the weights of this {type(network).__name__} do not fit {name}'):
         gated.load_state_dict(weights, assign=True)  # keeps the memory format
