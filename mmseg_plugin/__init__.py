@@ -11,8 +11,9 @@ from . import int8 as _int8  # noqa: F401  (registers the batches of mmseg's loa
 from .backbones import GatedResNet, GatedResNetV1c, GatedResNetV1d, GatedResNeXt, SlimResNet, SlimResNeXt
 from .checkpoints import WholeFileBackend, load_from_safetensors, load_from_timm_gated
 from .datasets import CamVidDataset
-from .hooks import GateLossScheduleHook, GateStatisticsHook
-from .losses import BatchShapingLoss, FeatureShapingLoss, L0Loss
+from .distillation import DistillationLoss
+from .hooks import GateLossScheduleHook, GateNoiseScheduleHook, GateStatisticsHook
+from .losses import BatchShapingLoss, FeatureShapingLoss, L0Loss, MACBudgetLoss
 from .metrics import MACsMetric
 from .segmentors import GatedCascadeEncoderDecoder, GatedEncoderDecoder
 from .timm_backbone import TimmGatedBackbone
@@ -20,8 +21,10 @@ from .timm_backbone import TimmGatedBackbone
 __all__ = [
     'BatchShapingLoss',
     'CamVidDataset',
+    'DistillationLoss',
     'FeatureShapingLoss',
     'GateLossScheduleHook',
+    'GateNoiseScheduleHook',
     'GateStatisticsHook',
     'GatedCascadeEncoderDecoder',
     'GatedEncoderDecoder',
@@ -30,6 +33,7 @@ __all__ = [
     'GatedResNetV1c',
     'GatedResNetV1d',
     'L0Loss',
+    'MACBudgetLoss',
     'MACsMetric',
     'SlimResNeXt',
     'SlimResNet',

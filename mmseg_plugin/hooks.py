@@ -14,10 +14,11 @@ from mmseg.registry import HOOKS
 
 from timm_gated import GateStatistics, gates
 from timm_gated.analysis import check_threshold
+from timm_gated.layers import set_gate_noise
 from timm_gated.loss import check_epochs, linear_anneal, linear_warmup
 from timm_gated.utils import install
 
-__all__ = ['GateLossScheduleHook', 'GateStatisticsHook']
+__all__ = ['GateLossScheduleHook', 'GateNoiseScheduleHook', 'GateStatisticsHook']
 
 _SCHEDULES = {'linear_anneal': linear_anneal, 'linear_warmup': linear_warmup}
 
@@ -56,10 +57,7 @@ class GateLossScheduleHook(Hook):
         if self.loss_name not in losses:
             raise ValueError(
                 f"the model has no gate loss '{self.loss_name}' to schedule; it has: {', '.join(losses) or 'none'}.")
-        if self.by_epoch and isinstance(getattr(runner, 'train_loop', None), IterBasedTrainLoop):
-            raise ValueError(
-                f"the schedule of '{self.loss_name}' has by_epoch=True, but the training loop is iteration-based: set "
-                f'by_epoch=False, and begin and end in iterations.')
+        _check_unit(runner, self.by_epoch, f"'{self.loss_name}'")
         self._loss = losses[self.loss_name]
         self._weight = self._loss.loss_weight
         first, last = (self.schedule(progress, self._weight, self.begin, self.end) for progress in (0, float('inf')))
@@ -75,6 +73,36 @@ class GateLossScheduleHook(Hook):
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
         progress = runner.epoch if self.by_epoch else runner.iter
         self._loss.loss_weight = self.schedule(progress, self._weight, self.begin, self.end)
+
+
+@HOOKS.register_module()
+class GateNoiseScheduleHook(Hook):
+    """Anneal the training noise of all gates linearly to zero, so that they decide as in evaluation from then on.
+
+    Args:
+        begin: Iteration (or epoch) at which the noise begins to fall.
+        end: Iteration (or epoch) from which there is none.
+        by_epoch: Whether `begin` and `end` are epochs, for an epoch-based training loop.
+    """
+
+    def __init__(self, begin: float, end: float, by_epoch: bool = False) -> None:
+        check_epochs((begin, end), 'begin and end')
+        install()
+        self.begin, self.end, self.by_epoch = begin, end, by_epoch
+
+    def before_train(self, runner: Runner) -> None:
+        _check_unit(runner, self.by_epoch, 'the gate noise')
+
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
+        progress = runner.epoch if self.by_epoch else runner.iter
+        set_gate_noise(_unwrap(runner.model), linear_anneal(progress, 1., self.begin, self.end))
+
+
+def _check_unit(runner: Runner, by_epoch: bool, what: str) -> None:
+    if by_epoch and isinstance(getattr(runner, 'train_loop', None), IterBasedTrainLoop):
+        raise ValueError(
+            f'the schedule of {what} has by_epoch=True, but the training loop is iteration-based: set by_epoch=False, '
+            f'and begin and end in iterations.')
 
 
 @HOOKS.register_module()

@@ -5,20 +5,20 @@ Registered wrappers of `timm_gated`'s loss functions with OpenMMLab's `loss_weig
 
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 """
-from typing import Any, Mapping, Optional
+from typing import Any, Dict, Mapping, Optional
 
 import torch
 import torch.nn as nn
 from mmseg.registry import MODELS
 
 from timm_gated.layers import gate_logits
-from timm_gated.loss import FeatureShaping, batch_shaping_loss, check_reduction, create_prior, l0_loss
+from timm_gated.loss import FeatureShaping, MacBudget, Step, batch_shaping_loss, check_reduction, create_prior, l0_loss
 from timm_gated.utils import check_number, gather_batch
 
-__all__ = ['BatchShapingLoss', 'FeatureShapingLoss', 'L0Loss']
+__all__ = ['BatchShapingLoss', 'FeatureShapingLoss', 'GateLoss', 'L0Loss', 'MACBudgetLoss']
 
 
-class _GateLoss(nn.Module):
+class GateLoss(nn.Module):
     """Base class of gate losses.
 
     Args:
@@ -27,6 +27,7 @@ class _GateLoss(nn.Module):
     """
 
     gather_gates: bool = False
+    needs_logits: bool = False  # whether `step.output` must hold the logits of the decode head
 
     def __init__(self, loss_weight: float, loss_name: str) -> None:
         super().__init__()
@@ -38,18 +39,27 @@ class _GateLoss(nn.Module):
     def attach(self, model: nn.Module) -> None:
         """Attach the loss to the segmentor, once it is built."""
 
-    def value(self, model: nn.Module) -> torch.Tensor:
-        """Unweighted loss of the last forward pass."""
+    def value(self, model: nn.Module, step: Optional[Step]) -> torch.Tensor:
+        """Unweighted loss of the last forward pass.
+
+        Args:
+            model: The segmentor.
+            step: Its preprocessed images, the logits of its decode head (None unless `needs_logits`) and data samples.
+        """
         raise NotImplementedError
 
-    def forward(self, model: nn.Module) -> torch.Tensor:
+    def stats(self) -> Dict[str, torch.Tensor]:
+        """Additional values to log."""
+        return {}
+
+    def forward(self, model: nn.Module, step: Optional[Step] = None) -> torch.Tensor:
         has_parameters = any(p.requires_grad for p in self.parameters())  # DDP waits for their gradients
         if not self.loss_weight and not has_parameters:
             return next(model.parameters()).new_zeros(())
-        return self.loss_weight * self.value(model)
+        return self.loss_weight * self.value(model, step)
 
 
-class _LogitLoss(_GateLoss):
+class _LogitLoss(GateLoss):
     """Base class of losses on the log-odds of all gates.
 
     Args:
@@ -93,7 +103,7 @@ class BatchShapingLoss(_LogitLoss):
         self.prior = create_prior(prior)
         self.reduction = check_reduction(reduction, ('sum', 'mean'))
 
-    def value(self, model: nn.Module) -> torch.Tensor:
+    def value(self, model: nn.Module, step: Optional[Step]) -> torch.Tensor:
         return batch_shaping_loss(torch.sigmoid(self.logits(model)), self.prior, self.reduction)
 
 
@@ -119,12 +129,41 @@ class L0Loss(_LogitLoss):
         super().__init__(loss_weight, gather_gates, loss_name)
         self.reduction = check_reduction(reduction, ('sum', 'mean'))
 
-    def value(self, model: nn.Module) -> torch.Tensor:
+    def value(self, model: nn.Module, step: Optional[Step]) -> torch.Tensor:
         return l0_loss(self.logits(model), self.reduction)
 
 
 @MODELS.register_module()
-class FeatureShapingLoss(_GateLoss):
+class MACBudgetLoss(GateLoss):
+    """A budget for the mean MACs of a batch, as a share of those of the dense segmentor, decode head included.
+
+    Args:
+        budget: Target share, above 0 and at most 1.
+        loss_weight: Weight of the squared difference from the budget.
+        loss_name: Key in the log.
+        gather_gates: Whether distributed training computes the mean over the batches of all processes.
+    """
+
+    def __init__(
+            self,
+            budget: float = 0.5,
+            loss_weight: float = 10.,
+            loss_name: str = 'loss_mac_budget',
+            gather_gates: bool = False,
+    ) -> None:
+        super().__init__(loss_weight, loss_name)
+        self.objective = MacBudget(budget)
+        self.gather_gates = self.objective.gather_gates = gather_gates
+
+    def value(self, model: nn.Module, step: Optional[Step]) -> torch.Tensor:
+        return self.objective.terms(model, 0, step)['budget_loss'].value
+
+    def stats(self) -> Dict[str, torch.Tensor]:
+        return self.objective.stats(None)
+
+
+@MODELS.register_module()
+class FeatureShapingLoss(GateLoss):
     """Batch shaping of the features of any modules of a segmentor.
 
     Args:
@@ -152,6 +191,6 @@ class FeatureShapingLoss(_GateLoss):
     def attach(self, model: nn.Module) -> None:
         self.shaping = FeatureShaping(model, self.priors, reduction=self.reduction, channel_dim=self.channel_dim)
 
-    def value(self, model: nn.Module) -> torch.Tensor:
+    def value(self, model: nn.Module, step: Optional[Step]) -> torch.Tensor:
         assert self.shaping is not None
         return self.shaping.terms(model, 0)['feature_shaping_loss'].value

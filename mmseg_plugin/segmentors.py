@@ -4,7 +4,8 @@ Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://op
 
 Gates are collected from the module tree, so any backbone with gates works, including mmseg's `TIMMBackbone`.
 """
-from typing import Any, Dict, List, Sequence
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Sequence
 
 import torch
 import torch.nn as nn
@@ -13,6 +14,7 @@ from mmseg.registry import MODELS
 
 from timm_gated import MacCounter
 from timm_gated.layers import gate_density
+from timm_gated.loss import Step
 from timm_gated.utils import full_precision, install
 
 __all__ = ['GatedCascadeEncoderDecoder', 'GatedEncoderDecoder']
@@ -50,10 +52,14 @@ class _GatedSegmentor(nn.Module):
 
     def loss(self, inputs: torch.Tensor, data_samples: Any) -> Dict[str, torch.Tensor]:
         """Compute mmseg's losses and the weighted gate losses; log their weights and the density of open gates."""
-        losses = super().loss(inputs, data_samples)  # type: ignore[misc]
+        with self._decode_logits() as logits:
+            losses = super().loss(inputs, data_samples)  # type: ignore[misc]
+        output: Any = logits[-1] if logits else None
+        step = Step(inputs, output, data_samples)
         with full_precision(inputs):
             for loss in self.gate_losses:
-                losses[loss.loss_name] = loss(self)
+                losses[loss.loss_name] = loss(self, step)
+                losses.update(loss.stats())  # type: ignore[operator]
                 # A product: new_tensor(weight) would be a constant of the compiled graph, which would be recompiled
                 # whenever the weight changes. The key must not contain 'loss': mmengine sums all keys that do.
                 weight: Any = loss.loss_weight
@@ -61,6 +67,22 @@ class _GatedSegmentor(nn.Module):
         gather = self.training and any(loss.gather_gates for loss in self.gate_losses)
         losses.update(gate_density(self, gather))
         return losses
+
+    @contextmanager
+    def _decode_logits(self) -> Iterator[List[torch.Tensor]]:
+        """Collect the logits that the last decode head computes in this context, if a gate loss needs them."""
+        collected: List[torch.Tensor] = []
+        if not any(loss.needs_logits for loss in self.gate_losses):
+            yield collected
+            return
+        heads: Any = self.decode_head
+        head: Any = heads[-1] if isinstance(heads, nn.ModuleList) else heads
+        # Heads call their own `forward` as a method, which runs no hooks; all end in this layer.
+        handle = head.conv_seg.register_forward_hook(lambda _layer, _inputs, logits: collected.append(logits))
+        try:
+            yield collected
+        finally:
+            handle.remove()
 
     def predict(self, inputs: torch.Tensor, data_samples: Any = None) -> List[Any]:
         """Predict as mmseg does, and count the MACs of each image if `count_macs` is set."""

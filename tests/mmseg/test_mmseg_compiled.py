@@ -7,11 +7,12 @@ import mmseg_plugin  # noqa: F401  (must precede imports of mmseg)
 # isort: split
 import torch
 import torch.nn as nn
+from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 from mmseg.registry import MODELS
-from mmseg_small import TINY, tiny_samples
+from mmseg_small import LOSSES, TINY, tiny_samples
 from torch.utils.data import DataLoader
 
 from timm_gated import ChannelGate
@@ -52,7 +53,13 @@ def train(model: nn.Module, folder: str, **cfg: Any) -> List[Dict[str, float]]:
 
 def test_weights_of_gate_losses_change_in_compiled_training(tmp_path):
     torch._dynamo.reset()
-    model = MODELS.build(dict(TINY, data_preprocessor=dict(type='mmseg.SegDataPreProcessor', size=(16, 16))))
+    preprocessor = dict(type='mmseg.SegDataPreProcessor', size=(16, 16))
+    teacher = Config(dict(model=dict(TINY, data_preprocessor=preprocessor)))
+    torch.save(MODELS.build(teacher.model).state_dict(), tmp_path / 'teacher.pth')
+    distillation = dict(
+        type='DistillationLoss', teacher_config=teacher, teacher_ckpt=str(tmp_path / 'teacher.pth'))
+    model = MODELS.build(dict(
+        TINY, data_preprocessor=preprocessor, gate_losses=[*LOSSES, dict(type='MACBudgetLoss'), distillation]))
     compiled = copy.deepcopy(model)
     expected, found = train(model, str(tmp_path)), train(compiled, str(tmp_path), compile=dict(backend='eager'))
     assert len({entry['weight_batch_shaping'] for entry in expected}) == STEPS

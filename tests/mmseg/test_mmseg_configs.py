@@ -20,6 +20,7 @@ from paths import ROOT
 from PIL import Image
 
 from timm_gated import gates
+from timm_gated.models._builder import from_dense_options
 from timm_gated.utils import installation
 
 README = (ROOT / 'configs' / 'mmseg' / 'README.md').read_text()
@@ -44,7 +45,17 @@ def test_config_builds(path):
             expected = 1e-6 if id(parameter) in gate_parameters else 1e-4
             assert group['weight_decay'] == pytest.approx(expected)
     assert not any(isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules())
-    if gated:
+    if 'from-dense' in path.stem:
+        assert [(loss.loss_name, loss.loss_weight) for loss in model.gate_losses] == [
+            ('loss_batch_shaping', 0.003), ('loss_mac_budget', 20.), ('loss_distillation', 1.)]
+        recipe = from_dense_options(cfg.max_iters)  # as for timm
+        assert cfg.model.backbone.gate_cfg.bias == recipe['gate_bias']
+        assert model.gate_losses[0].loss_weight == recipe['lam']
+        assert [(hook.begin, hook.end) for hook in cfg.custom_hooks[:2]] == [
+            recipe['lam_epochs'], recipe['noise_epochs']]
+        assert cfg.model.init_cfg.checkpoint == cfg.model.gate_losses[2].teacher_ckpt
+        assert (ROOT / cfg.model.gate_losses[2].teacher_config).is_file()
+    elif gated:
         lam = 0.05 if 'lam0.05' in path.stem else 0.2
         assert [(loss.loss_name, loss.loss_weight) for loss in model.gate_losses] == [('loss_batch_shaping', lam)]
 
@@ -128,10 +139,11 @@ def test_options_of_the_readme():
     hooks = [HOOKS.build(hook) for hook in options['custom_hooks']]
     assert all(METRICS.build(metric) for metric in options['val_evaluator'])
     runner = SimpleNamespace(model=model, max_iters=100, max_epochs=10, logger=logging.getLogger('runner'))
-    for hook in hooks[:2]:
+    for hook in hooks[:3]:
         hook.before_train(runner)
     assert model.count_macs
-    assert [loss.loss_name for loss in model.gate_losses] == ['loss_batch_shaping', 'loss_l0', 'loss_feature_shaping']
+    assert [loss.loss_name for loss in model.gate_losses] == [
+        'loss_batch_shaping', 'loss_l0', 'loss_mac_budget', 'loss_distillation', 'loss_feature_shaping']
     build_optim_wrapper(model, cfg.optim_wrapper)
 
 
