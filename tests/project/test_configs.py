@@ -105,28 +105,30 @@ def test_recipe_from_dense(path):
     cfg, text, cifar = load(path), path.read_text(), path.parent.name == 'cifar10'
     # without pretrained=True: the ImageNet weights are on the hub, which tests do not use
     model = timm.create_model(cfg.model, num_classes=cfg.num_classes, **getattr(cfg, 'model_kwargs', {}))
-    assert getattr(cfg, 'pretrained', False) == ('.dense_' in cfg.model) == (not cifar)
-    assert ('--initial-checkpoint' in text) == cifar
+    teacher = timm.create_model(cfg.kd_model_name, num_classes=cfg.num_classes)
+    weights = [(net.pretrained_cfg.get('file'), net.pretrained_cfg.get('hf_hub_id')) for net in (model, teacher)]
+    assert cfg.pretrained and any(weights[0]) and weights[0] == weights[1] and not gates(teacher)
 
     # one schedule per data set; all else as in the papers' recipes
     schedule = ('epochs', 'batch_size', 'lr', 'sched', 'sched_on_updates', 'min_lr', 'opt', 'momentum', 'weight_decay')
     assert [getattr(cfg, key) for key in schedule] == (
-        [8, 128, 0.05, 'cosine', True, 0, 'sgd', 0.9, 5e-4] if cifar else
+        [20, 128, 0.05, 'cosine', True, 0, 'sgd', 0.9, 5e-4] if cifar else
         [8, 256, 0.02, 'cosine', True, 0, 'sgd', 0.9, 1e-4])
     base = vars(load(FOLDER / ('cifar10/cifar_resnet20.yaml' if cifar else 'imagenet/gated_resnet34.yaml')))
-    others = {k: v for k, v in vars(cfg).items() if k not in (*schedule, 'model', 'model_kwargs', 'pretrained')}
+    start = ('model', 'model_kwargs', 'pretrained', 'kd_model_name', 'kd_temperature')
+    others = {k: v for k, v in vars(cfg).items() if k not in (*schedule, *start)}
     assert others == {k: base[k] for k in others}
     assert base.keys() - {'decay_milestones', 'decay_rate'} <= vars(cfg).keys() | {'model_kwargs'}
 
-    losses = getattr(model, 'gate_losses', None)
+    losses, epochs = getattr(model, 'gate_losses', None), cfg.epochs
     if isinstance(losses, GateLosses):
-        assert cfg.model_kwargs['from_dense'] == cfg.epochs
+        assert cfg.model_kwargs['from_dense'] == epochs
         lam, gamma = cfg.model_kwargs.get('lam', 0.003), cfg.model_kwargs.get('gamma', 0.)
-        assert losses.weights(0) == (lam, 0.) and losses.weights(2) == (lam / 2, gamma)
-        assert losses.weights(4) == losses.weights(7) == (0., gamma)
+        assert losses.weights(0) == (lam, 0.) and losses.weights(epochs / 4) == (lam / 2, gamma)
+        assert losses.weights(epochs / 2) == losses.weights(epochs - 1) == (0., gamma)
         assert bool(gamma) != hasattr(model, 'mac_budget')
         assert not lam or f'lambda ({lam}, summed over' in text
-        assert losses.noise_epochs == (0, 5) and 'five eighths' in text
+        assert losses.noise_epochs == (0, 5 * epochs / 8) and 'five eighths' in text
         assert all((gate.fc2.bias == 2).all() for _, gate in gates(model))
 
 

@@ -265,7 +265,9 @@ def cifar_cfg(**kwargs) -> Dict[str, Any]:
 CIFAR_DEPTHS = (20, 32, 38, 44, 56, 74, 110)
 
 default_cfgs = generate_default_cfgs({
-    # trained for 28 and 20 epochs
+    # e40: trained for 40 epochs
+    'cifar_resnet20.e40_c10': cifar_cfg(file=weights_file('cifar_resnet20.e40_c10'), paper_ids='arXiv:1512.03385'),
+    'cifar_resnet32.e30_c10': cifar_cfg(file=weights_file('cifar_resnet32.e30_c10'), paper_ids='arXiv:1512.03385'),
     'cifar_resnet20.e28_c10': cifar_cfg(file=weights_file('cifar_resnet20.e28_c10'), paper_ids='arXiv:1512.03385'),
     'cifar_resnet20.e20_c10': cifar_cfg(file=weights_file('cifar_resnet20.e20_c10'), paper_ids='arXiv:1512.03385'),
     **{f'cifar_resnet{depth}.untrained': cifar_cfg(paper_ids='arXiv:1512.03385') for depth in CIFAR_DEPTHS},

@@ -199,6 +199,8 @@ class TargetRate(Objective):
 default_cfgs = generate_default_cfgs({
     'convnet_aig_resnet20.aig_c10': cifar_cfg(
         file=weights_file('convnet_aig_resnet20.aig_c10'), paper_ids='arXiv:1711.11503'),
+    'convnet_aig_resnet20.dense_e40_c10': cifar_cfg(
+        file=weights_file('cifar_resnet20.e40_c10'), paper_ids='arXiv:1711.11503'),
     **{f'convnet_aig_resnet{depth}.untrained': imagenet_cfg(paper_ids='arXiv:1711.11503')
        for depth in (18, 34, 50, 101)},
     **{f'convnet_aig_resnet{depth}.untrained': cifar_cfg(paper_ids='arXiv:1711.11503') for depth in (20, 32, 38, 110)},

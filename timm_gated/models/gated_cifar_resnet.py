@@ -37,6 +37,9 @@ def _cfg(**kwargs) -> Dict[str, Any]:
 default_cfgs = generate_default_cfgs({
     'gated_resnet20.bas_c10': _cfg(file=weights_file('gated_resnet20.bas_c10')),
     'gated_resnet20.l0_c10': _cfg(file=weights_file('gated_resnet20.l0_c10')),
+    # dense weights, to be gated
+    'gated_resnet20.dense_e40_c10': _cfg(file=weights_file('cifar_resnet20.e40_c10')),
+    'gated_resnet32.dense_e30_c10': _cfg(file=weights_file('cifar_resnet32.e30_c10')),
     **{f'gated_resnet{depth}.untrained': _cfg() for depth in CIFAR_DEPTHS},
     'gated_resnet20_w10.untrained': _cfg(),
     'gated_resnet20_w20.untrained': _cfg(),

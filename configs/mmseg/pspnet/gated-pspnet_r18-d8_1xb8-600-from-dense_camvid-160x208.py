@@ -1,5 +1,5 @@
-# Gate the trained PSPNet-R18 on CamVid, for two CPU cores: weak batch shaping, a budget of 75 % of the MACs of the whole
-# network, and distillation from the dense network that is being gated.
+# Gate the trained PSPNet-R18 on CamVid, for two CPU cores: weak batch shaping, a budget of 75 % of the MACs of the
+# whole network, and distillation from the dense network that is being gated.
 #
 # Dense network: pspnet_r18-d8_1xb8-600_camvid-160x208.py. Gates start open.
 # Another budget on the command line: --cfg-options model.gate_losses.1.budget=0.6
