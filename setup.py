@@ -1,4 +1,4 @@
-"""Build of the native kernels; pyproject.toml has the metadata
+"""Packages and native kernels; pyproject.toml has the metadata
 
 The kernels are plain C without Python's API, loaded by path, so one wheel per platform serves every version of Python.
 They are optional: without a compiler, the installation continues without them.
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import List, Tuple
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
@@ -59,6 +59,10 @@ KERNELS = Extension(
 )
 
 setup(
+    packages=[
+        *find_packages(include=['timm_gated', 'timm_gated.*', 'mmseg_plugin', 'mmseg_plugin.*']),
+        'timm_gated_cli', 'timm_gated_configs'],
+    package_dir={'timm_gated_cli': 'tools', 'timm_gated_configs': 'configs'},
     ext_modules=[KERNELS],
     cmdclass={'build_ext': BuildKernels, 'bdist_wheel': TaggedWheel},
 )
