@@ -335,7 +335,7 @@ def test_tool_saves(options, tmp_path, capsys):
     assert 'images: 20' in shown.out and '50.0%: 100%' in shown.err and f'network: {tmp_path / "half"}' in shown.out
     biases = [net.layer1[0].gate1.fc2.bias for net in (check_pretrained(tmp_path / 'half'), make_net())]
     assert not torch.equal(*biases)
-    assert run_tool('calibrate', *options, '--output', tmp_path / 'half') == 1
+    assert run_tool('calibrate', *options, '--output', tmp_path / 'half') == 2
     assert 'half exists already' in capsys.readouterr().err
 
 
@@ -343,11 +343,12 @@ def test_tool_sweeps(options, tmp_path, capsys):
     target = tmp_path / 'results' / 'sweep.json'
     assert run_tool(
         'calibrate', *options, '--share', '0.8', '0.4', '--tolerance', '0.02', '--eval-split', 'validation',
-        '--results', target) == 0
+        '--results', target, '--json') == 0
     high, low = json.loads(target.read_text())['results']
     assert (high['target'], low['target']) == (0.8, 0.4) and high['num_samples'] == 42
     assert all(result['macs_share'] == pytest.approx(result['calibrated_share']) for result in (high, low))
-    assert f'{low["top1"]:.2f}' in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert shown.out == target.read_text() and f'{low["top1"]:.2f}' in shown.err
     assert run_tool('tradeoff', target, '--x', 'share', '--output', tmp_path / 'figure') == 0
     assert capsys.readouterr().out.count('net, by cost') == 2
 

@@ -12,9 +12,9 @@ bfloat16 autocast, channels_last and torch.compile; gated networks also with dis
 1 and 2 use 256 images x 3776 gates (a gated ResNet-34) and one thread. Both sides of a ratio are timed alternately, and
 medians are compared, because machines are noisy. The networks are untrained.
 
-    python tools/benchmark_training.py --only losses
-    python tools/benchmark_training.py --only step --depth 50 --batch-size 16
-    python tools/benchmark_training.py --only options --networks cifar_resnet20 gated_resnet20 --batch-size 128
+    python tools/dev/benchmark_training.py --only losses
+    python tools/dev/benchmark_training.py --only step --depth 50 --batch-size 16
+    python tools/dev/benchmark_training.py --only options --networks cifar_resnet20 gated_resnet20 --batch-size 128
 """
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Tuple
 
-from _options import format_table, make_parser
 from tqdm import tqdm
+
+from timm_gated_cli._options import format_table, make_parser
 
 if TYPE_CHECKING:
     import torch
