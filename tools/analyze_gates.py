@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Dict, Iterable, List, Optional, Sequence, Tupl
 
 from _options import (
     add_data_options,
+    add_limit_option,
     add_model_options,
     add_segmentation_options,
     add_threshold_option,
@@ -65,6 +66,7 @@ def parse_args(argv: Optional[List[str]]) -> argparse.Namespace:
     add_model_options(parser)
     add_data_options(parser)
     add_segmentation_options(parser)
+    add_limit_option(parser)
     group = parser.add_argument_group('report')
     group.add_argument('--name', help='name for titles (default: the name of the model or config)')
     group.add_argument(
@@ -109,14 +111,14 @@ def run(args: argparse.Namespace) -> Tuple[GateRecord, FetchImage, ReportOptions
     if args.mmseg_config:
         from mmseg_plugin.analysis import create_segmentation  # needs the extra `mmseg`
         model, data = create_segmentation(
-            args.mmseg_config, args.checkpoint, args.cfg_options, find_device(args.device), args.untrained)
+            args.mmseg_config, args.checkpoint, args.cfg_options, find_device(args.device), args.untrained, args.limit)
         options.model, options.data = Path(args.mmseg_config).stem, 'test_dataloader'
         options.name = title(model, options.model, args.name)
     else:
         if not args.model:
             raise ValueError('give --model (a gated timm model) or --mmseg-config.')
         model = create_network(args.model, args.checkpoint, args)
-        data = create_data(check_gated(model), args)
+        data = create_data(check_gated(model), args, args.limit)
         options.model, options.data = args.model, f'{args.data_dir or args.dataset}, {args.split}'
         options.name = title(model, options.model, args.name)
     check_names(options, data.class_names, check_gated(model))
@@ -124,7 +126,7 @@ def run(args: argparse.Namespace) -> Tuple[GateRecord, FetchImage, ReportOptions
         raise ValueError(f"a report of --compare is also called '{options.name}': choose another --name.")
     options.prior = gate_prior(model)
     batches = tqdm(data.loader, desc=options.name, unit='batch')
-    record = record_gates(model, batches, data.class_names, data.step)
+    record = record_gates(model, batches, data.class_names, data.step, subset_of=data.subset_of)
     return record, data.fetch_image, options
 
 

@@ -29,7 +29,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence
 
-from _options import add_data_options, add_model_options, add_threshold_option, format_table, make_parser
+from _options import (
+    add_data_options,
+    add_limit_option,
+    add_model_options,
+    add_threshold_option,
+    format_table,
+    make_parser,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -57,13 +64,12 @@ def calibration_images(network: nn.Module, args: argparse.Namespace) -> torch.Te
     """Images of the training split, spread evenly, as the network gets them in evaluation."""
     import torch
 
-    from timm_gated.analysis import create_data
+    from timm_gated.analysis import create_data, spread_evenly
     options = {**vars(args), 'split': args.calibration_split}
     if args.calibration_crop_pct is not None:
         options['crop_pct'] = args.calibration_crop_pct
     dataset = create_data(network, argparse.Namespace(**options)).loader.dataset
-    count = min(args.calibration_images, len(dataset))
-    return torch.stack([dataset[index * len(dataset) // count][0] for index in range(count)])
+    return torch.stack([dataset[index][0] for index in spread_evenly(len(dataset), args.calibration_images)])
 
 
 def accelerated(network: nn.Module, model: str, args: argparse.Namespace) -> nn.Module:
@@ -118,17 +124,17 @@ def measure_speed(
     """
     import torch
 
+    from timm_gated.analysis import spread_evenly
     from timm_gated.inference import Accelerated
     sides = {'accelerated': fast, 'eager': network}
     dense = dense_counterpart(network)
     if dense is not None:
         sides['dense'] = accelerated(dense, model, args)
-    count = min(args.timed_images, len(dataset))
-    images = [dataset[index * len(dataset) // count][0] for index in range(count)]
+    images = [dataset[index][0] for index in spread_evenly(len(dataset), args.timed_images)]
     times = time_in_turns(sides, images)
     part = next(module for module in fast.modules() if isinstance(module, Accelerated))
     return {
-        'milliseconds': {name: times.get(name) for name in SIDES}, 'num_images': count, 'batch_size': 1,
+        'milliseconds': {name: times.get(name) for name in SIDES}, 'num_images': len(images), 'batch_size': 1,
         'threads': torch.get_num_threads(), 'precision': args.precision,
         'backend': part.backend, 'isa': getattr(part.runner, 'isa', None)}
 
@@ -160,7 +166,7 @@ def evaluate(text: str, args: argparse.Namespace) -> Result:
     network = create_network(model, checkpoint, args)
     fast: Any = accelerated(network, model, args) if args.accelerate else None
     name = title(network, model, name)
-    data = create_data(network, args)
+    data = create_data(network, args, args.limit)
     batches = tqdm(data.loader, desc=name, unit='batch')
     predictions: List[int] = []
     equal_decisions: List[float] = []
@@ -174,7 +180,8 @@ def evaluate(text: str, args: argparse.Namespace) -> Result:
             equal = [decisions[name][:, :gate.num_gates] == gate.decision.bool() for name, gate in gates(network)]
             equal_decisions.extend(torch.cat(equal, dim=1).float().mean(1).tolist() if equal else [])
 
-    record = record_gates(network, run_both() if fast is not None else batches, data.class_names, data.step)
+    record = record_gates(
+        network, run_both() if fast is not None else batches, data.class_names, data.step, subset_of=data.subset_of)
     result = {
         'name': name, 'model': model, 'checkpoint': checkpoint, 'untrained': network.untrained,
         'data': f'{args.data_dir}, {args.split}', **summary(record, args.threshold)}
@@ -256,6 +263,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         'which are padded')
     add_model_options(parser)
     add_data_options(parser)
+    add_limit_option(parser)
     args = parser.parse_args(argv)
     if args.precision == 'int8' and not args.accelerate:
         parser.error('--precision int8 is for accelerated networks: give --accelerate.')
@@ -277,6 +285,8 @@ def main(argv: Optional[List[str]] = None) -> int:
         print(f'error: {error}', file=sys.stderr)
         return 1
     print(table(results))
+    if results[0]['subset_of']:
+        print('\nOn {num_samples:,} of the {subset_of:,} images, spread evenly over the data set.'.format(**results[0]))
     if args.accelerate:
         print(f'\n{speed_table(results)}')
     if args.output:

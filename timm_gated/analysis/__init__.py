@@ -34,7 +34,17 @@ if TYPE_CHECKING:
     from .published import PUBLISHED, Point
     from .report import ReportOptions, check_target, load_distribution, write_report
     from .sample_figures import FetchImage, difficulty_figure, extremes_figure, macs_figure, specialised_figure
-    from .sources import Data, create_data, create_network, find_device, note_untrained, parse_checkpoint, title
+    from .sources import (
+        Data,
+        create_data,
+        create_network,
+        find_device,
+        limit_loader,
+        note_untrained,
+        parse_checkpoint,
+        spread_evenly,
+        title,
+    )
     from .tradeoff import group_points, load_points, trade_off_figure
 
 # Names imported on first use, by module
@@ -47,7 +57,8 @@ _LAZY = {
     'report': ('ReportOptions', 'check_target', 'load_distribution', 'write_report'),
     'sample_figures': ('FetchImage', 'difficulty_figure', 'extremes_figure', 'macs_figure', 'specialised_figure'),
     'sources': (
-        'Data', 'create_data', 'create_network', 'find_device', 'note_untrained', 'parse_checkpoint', 'title'),
+        'Data', 'create_data', 'create_network', 'find_device', 'limit_loader', 'note_untrained', 'parse_checkpoint',
+        'spread_evenly', 'title'),
     'tradeoff': ('group_points', 'load_points', 'trade_off_figure'),
 }
 _MODULES = {name: module for module, names in _LAZY.items() for name in names}
@@ -80,6 +91,7 @@ __all__ = [
     'gate_kinds',
     'gates_over_training_figure',
     'group_points',
+    'limit_loader',
     'load_distribution',
     'load_points',
     'macs_figure',
@@ -91,6 +103,7 @@ __all__ = [
     'record_gates',
     'specialised_figure',
     'specialised_gates',
+    'spread_evenly',
     'summary',
     'title',
     'trade_off_figure',

@@ -35,6 +35,7 @@ def summary(record: GateRecord, threshold: float = 0.99) -> Dict[str, Any]:
     gated = bool(record.layers)
     return {
         'num_samples': record.num_samples,
+        'subset_of': record.subset_of,
         'top1' if record.labelled else 'pixel_accuracy': 100 * float(record.correct.mean(dtype=np.float64)),
         'top5': None if record.top5 is None else 100 * record.top5,
         'mean_macs': float(record.macs.mean()),
