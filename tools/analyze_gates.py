@@ -16,9 +16,10 @@ segmentation, an image belongs to every class in its label map.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from _options import (
     add_data_options,
@@ -58,6 +59,26 @@ def check_names(options: ReportOptions, class_names: Sequence[str], model: nn.Mo
                 raise ValueError(f"there is no {kind} '{name}' among {shorten(known)}.")
 
 
+def evaluate_dense(text: str, gated: nn.Module, args: argparse.Namespace) -> Dict[str, Any]:
+    """Evaluate the network of --dense. Options of --model-kwargs that are not about gates apply to it too."""
+    from tqdm import tqdm
+
+    from timm_gated import gates
+    from timm_gated.analysis import create_data, create_network, record_gates, summary, title
+    model, _, checkpoint = text.partition('=')
+    options = {name: value for name, value in args.model_kwargs.items() if name in getattr(gated, 'dense_args', ())}
+    network = create_network(model, checkpoint, argparse.Namespace(**{**vars(args), 'model_kwargs': options}))
+    if gates(network):
+        raise ValueError(f"--dense must be a network without gates, got '{model}'. Compare reports with --compare.")
+    name = title(network, model, f'{model}, {Path(checkpoint).name}' if checkpoint else '')
+    data = create_data(network, args, args.limit)
+    batches = tqdm(data.loader, desc=name, unit='batch')
+    record = record_gates(network, batches, data.class_names, data.step, subset_of=data.subset_of)
+    return {
+        'name': name, 'model': model, 'checkpoint': checkpoint, 'untrained': network.untrained,
+        'data': f'{args.data_dir or args.dataset}, {args.split}', **summary(record)}
+
+
 def parse_args(argv: Optional[List[str]]) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument('--output', type=Path, required=True, metavar='DIR', help='new folder for the report')
@@ -79,6 +100,10 @@ def parse_args(argv: Optional[List[str]]) -> argparse.Namespace:
         '--gates', nargs='*', metavar='MODULE/INDEX',
         help='gates to draw with the prior and over training (default: four)')
     group.add_argument('--compare', nargs='*', default=[], metavar='REPORT', help='reports to compare with')
+    group.add_argument(
+        '--dense', default='', metavar='MODEL[=FILE]',
+        help='network without gates to evaluate on the same images and show beside it, such as cifar_resnet20.e28_c10 '
+        'or cifar_resnet20=dense.pth (default weights: the pretrained ones)')
     group.add_argument('--snapshots', metavar='DIR', help='snapshots of the training run (model option snapshot_dir)')
     add_threshold_option(group)
     group.add_argument(
@@ -109,6 +134,8 @@ def run(args: argparse.Namespace) -> Tuple[GateRecord, FetchImage, ReportOptions
         compare={name: layers for path in args.compare for name, layers in load_distribution(path).items()},
         snapshots=load_snapshots(args.snapshots) if args.snapshots else None)
     if args.mmseg_config:
+        if args.dense:
+            raise ValueError('--dense is for timm models, not for --mmseg-config.')
         from mmseg_plugin.analysis import create_segmentation  # needs the extra `mmseg`
         model, data = create_segmentation(
             args.mmseg_config, args.checkpoint, args.cfg_options, find_device(args.device), args.untrained, args.limit)
@@ -125,6 +152,8 @@ def run(args: argparse.Namespace) -> Tuple[GateRecord, FetchImage, ReportOptions
     if options.name in options.compare:
         raise ValueError(f"a report of --compare is also called '{options.name}': choose another --name.")
     options.prior = gate_prior(model)
+    if args.dense:
+        options.dense = evaluate_dense(args.dense, model, args)
     batches = tqdm(data.loader, desc=options.name, unit='batch')
     record = record_gates(model, batches, data.class_names, data.step, subset_of=data.subset_of)
     return record, data.fetch_image, options
@@ -137,6 +166,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     try:
         check_target(args.output, args.overwrite)  # fail early
         record, fetch_image, options = run(args)
+        options.command = shlex.join(['python', 'tools/analyze_gates.py', *(sys.argv[1:] if argv is None else argv)])
         write_report(args.output, record, fetch_image, options, args.overwrite)
     except ValueError as error:
         print(f'error: {error}', file=sys.stderr)

@@ -46,7 +46,7 @@ def options(data, checkpoints, tmp_path):
         '--output', tmp_path / 'report']
 
 
-def test_analyze_gates(options, tmp_path, capsys):
+def test_analyze_gates(options, checkpoints, tmp_path, capsys):
     assert run_tool('analyze_gates', *options, '--name', 'tiny', '--rare', '0.9', '--classes', 'ant', 'gnu') == 0
     shown = capsys.readouterr()
     assert 'tiny: 100%' in shown.err and str(tmp_path / 'report' / 'index.html') in shown.out
@@ -55,7 +55,15 @@ def test_analyze_gates(options, tmp_path, capsys):
     assert all(entry['num_samples'] == 6 for entry in content['classes'])
     assert (tmp_path / 'report' / 'extremes.png').stat().st_size > 5000
     other = [*options[:-1], tmp_path / 'other']
-    assert run_tool('analyze_gates', *other, '--compare', tmp_path / 'report') == 0
+    dense = f'cifar_resnet20={checkpoints}/dense.pth.tar'
+    assert run_tool('analyze_gates', *other, '--compare', tmp_path / 'report', '--dense', dense, '--limit', '14') == 0
+    gated, dense = json.loads((tmp_path / 'other' / 'gates.json').read_text())['results']
+    assert dense['name'] == 'cifar_resnet20, dense.pth.tar' and dense['num_gates'] == 0
+    assert gated['num_samples'] == dense['num_samples'] == 14 and gated['subset_of'] == dense['subset_of'] == 42
+    assert dense['mean_macs'] == gated['dense_macs']
+    text = (tmp_path / 'other' / 'index.html').read_text()
+    assert 'on 14 of 42 images, spread evenly' in text
+    assert 'python tools/analyze_gates.py --model gated_resnet20' in text
     assert {path.name for path in tmp_path.iterdir()} == {'report', 'other'}
 
 
@@ -222,6 +230,9 @@ def test_a_segmentor_with_a_truncated_checkpoint(tmp_path, capsys):
     (['--groups', 'animals'], "must be NAME=CLASS,CLASS,…, got 'animals'"),
     (['--snapshots', 'nowhere'], 'no gate snapshots'),
     (['--compare', 'nowhere'], 'is not the gates.json'),
+    (['--dense', 'gated_resnet20.bas_c10', '--num-classes', '10', '--untrained'], 'has 7 classes'),
+    (['--dense', 'no_such_model'], "'no_such_model' cannot be made"),
+    (['--limit', '0'], 'limit must be at least 1, got 0'),
     (['--threshold', '2'], r'threshold must be in \(0.5, 1\], got 2'),
     (['--class-map', 'classes.pkl'], 'must be a text file .*classes.pkl'),
     (['--mmseg-config', 'nowhere.py'], 'there is no file nowhere.py'),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         prior_figure,
     )
     from .measures import class_similarity, difficulty, prior_distance, specialised_gates, summary
+    from .pictures import gates_picture, trade_off_picture
     from .published import PUBLISHED, Point
     from .report import ReportOptions, check_target, load_distribution, write_report
     from .sample_figures import FetchImage, difficulty_figure, extremes_figure, macs_figure, specialised_figure
@@ -53,6 +54,7 @@ _LAZY = {
         'class_similarity_figure', 'firing_figure', 'gate_distribution_figure', 'gates_over_training_figure',
         'prior_figure'),
     'measures': ('class_similarity', 'difficulty', 'prior_distance', 'specialised_gates', 'summary'),
+    'pictures': ('gates_picture', 'trade_off_picture'),
     'published': ('PUBLISHED', 'Point'),
     'report': ('ReportOptions', 'check_target', 'load_distribution', 'write_report'),
     'sample_figures': ('FetchImage', 'difficulty_figure', 'extremes_figure', 'macs_figure', 'specialised_figure'),
@@ -90,6 +92,7 @@ __all__ = [
     'gate_distribution_figure',
     'gate_kinds',
     'gates_over_training_figure',
+    'gates_picture',
     'group_points',
     'limit_loader',
     'load_distribution',
@@ -107,6 +110,7 @@ __all__ = [
     'summary',
     'title',
     'trade_off_figure',
+    'trade_off_picture',
     'write_report',
 ]
 

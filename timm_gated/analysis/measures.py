@@ -47,6 +47,7 @@ def summary(record: GateRecord, threshold: float = 0.99) -> Dict[str, Any]:
         'gate_density': float(record.open_share.mean()) if gated else None,
         'threshold': threshold if gated else None,
         **(record.counts(threshold)._asdict() if gated else dict.fromkeys(GateCounts._fields)),
+        'layers': {name: counts._asdict() for name, counts in record.counts_by_layer(threshold).items()},
     }
 
 
