@@ -15,7 +15,7 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import Runner, load_checkpoint
 from mmseg.registry import MODELS
 
-from timm_gated.analysis import Data, Outcome, note_untrained
+from timm_gated.analysis import Data, Outcome, limit_loader, note_untrained
 from timm_gated.utils import explained
 
 from .checkpoints import extend_checkpoint_loader
@@ -29,6 +29,7 @@ def create_segmentation(
         cfg_options: Sequence[str] = (),
         device: str = 'cpu',
         untrained: bool = False,
+        limit: Optional[int] = None,
 ) -> Tuple[nn.Module, Data]:
     """Build the model of an mmseg config and the loader of its `test_dataloader`.
 
@@ -38,6 +39,7 @@ def create_segmentation(
         cfg_options: Settings to override, each KEY=VALUE as in mmseg's scripts.
         device: Device of the model.
         untrained: Whether random weights are allowed; `load_from` of the config is then ignored.
+        limit: Maximum number of images, spread evenly over the data set; None for all.
     """
     cfg = load_config(config, cfg_options)
     checkpoint = checkpoint or (not untrained and cfg.get('load_from')) or ''
@@ -55,24 +57,24 @@ def create_segmentation(
             load_checkpoint(model, checkpoint, map_location='cpu', strict=True)
     note_untrained(model, bool(checkpoint), allowed=untrained, remedy='Give --checkpoint FILE, or --untrained.')
     try:
-        loader = Runner.build_dataloader(cfg.test_dataloader)
+        loader: Any = Runner.build_dataloader(cfg.test_dataloader)
     except FileNotFoundError as error:
         raise ValueError(
             f'the data of test_dataloader is missing: {error.filename} does not exist. Prepare the dataset as '
             f"described in mmseg's docs/en/user_guides/2_dataset_prepare.md, or set its location with --cfg-options "
             f'test_dataloader.dataset.data_root=DIR.') from error
-    dataset: Any = loader.dataset
-    class_names = list(dataset.metainfo['classes'])
+    class_names = list(loader.dataset.metainfo['classes'])
+    loader, subset_of = limit_loader(loader, limit)
     bgr = model.data_preprocessor.channel_conversion  # the pipeline loads BGR, the model converts it
 
     def fetch_image(index: int) -> np.ndarray:
-        pixels = dataset[index]['inputs'].permute(1, 2, 0).numpy()
+        pixels = loader.dataset[index]['inputs'].permute(1, 2, 0).numpy()
         return np.ascontiguousarray(pixels[..., ::-1] if bgr else pixels)
 
     def step(batch: Any) -> Outcome:
         return segmentation_outcome(model.test_step(batch), len(class_names))
 
-    return model.to(device).eval(), Data(loader, class_names, fetch_image, step)
+    return model.to(device).eval(), Data(loader, class_names, fetch_image, step, subset_of)
 
 
 def load_config(config: str, cfg_options: Sequence[str] = ()) -> Config:

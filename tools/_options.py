@@ -14,8 +14,8 @@ from typing import Any, Callable, Iterable, Iterator, Sequence
 from tqdm import tqdm
 
 __all__ = [
-    'CheckFailed', 'Progress', 'add_data_options', 'add_json_option', 'add_model_options', 'add_segmentation_options',
-    'add_threshold_option', 'execute', 'format_table', 'make_parser', 'write_json',
+    'CheckFailed', 'Progress', 'add_data_options', 'add_json_option', 'add_limit_option', 'add_model_options',
+    'add_segmentation_options', 'add_threshold_option', 'execute', 'format_table', 'make_parser', 'write_json',
 ]
 
 
@@ -145,6 +145,14 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument('--mean', nargs='+', type=float, metavar='X', help="pixel mean (default: the model's)")
     group.add_argument('--std', nargs='+', type=float, metavar='X', help="pixel deviation (default: the model's)")
     group.add_argument('--interpolation', default='', help="interpolation of resizing (default: the model's)")
+
+
+def add_limit_option(parser: argparse._ActionsContainer) -> None:
+    """Add the number of images to use."""
+    parser.add_argument(
+        '--limit', type=int, metavar='N',
+        help='use N images, spread evenly over the data set: in a folder of classes every class keeps its share, and '
+        'the same N are used each time; the output says so (default: all images)')
 
 
 def add_segmentation_options(parser: argparse.ArgumentParser) -> None:

@@ -16,13 +16,15 @@ segmentation, an image belongs to every class in its label map.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from timm_gated_cli._options import (
     Progress,
     add_data_options,
+    add_limit_option,
     add_model_options,
     add_segmentation_options,
     add_threshold_option,
@@ -59,6 +61,26 @@ def check_names(options: ReportOptions, class_names: Sequence[str], model: nn.Mo
                 raise ValueError(f"there is no {kind} '{name}' among {shorten(known)}.")
 
 
+def evaluate_dense(text: str, gated: nn.Module, args: argparse.Namespace) -> Dict[str, Any]:
+    """Evaluate the network of --dense. Options of --model-kwargs that are not about gates apply to it too."""
+    from tqdm import tqdm
+
+    from timm_gated import gates
+    from timm_gated.analysis import create_data, create_network, record_gates, summary, title
+    model, _, checkpoint = text.partition('=')
+    options = {name: value for name, value in args.model_kwargs.items() if name in getattr(gated, 'dense_args', ())}
+    network = create_network(model, checkpoint, argparse.Namespace(**{**vars(args), 'model_kwargs': options}))
+    if gates(network):
+        raise ValueError(f"--dense must be a network without gates, got '{model}'. Compare reports with --compare.")
+    name = title(network, model, f'{model}, {Path(checkpoint).name}' if checkpoint else '')
+    data = create_data(network, args, args.limit)
+    batches = tqdm(data.loader, desc=name, unit='batch')
+    record = record_gates(network, batches, data.class_names, data.step, subset_of=data.subset_of)
+    return {
+        'name': name, 'model': model, 'checkpoint': checkpoint, 'untrained': network.untrained,
+        'data': f'{args.data_dir or args.dataset}, {args.split}', **summary(record)}
+
+
 def parse_args(argv: Optional[List[str]]) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument('--output', type=Path, required=True, metavar='DIR', help='new folder for the report')
@@ -67,6 +89,7 @@ def parse_args(argv: Optional[List[str]]) -> argparse.Namespace:
     add_model_options(parser)
     add_data_options(parser)
     add_segmentation_options(parser)
+    add_limit_option(parser)
     group = parser.add_argument_group('report')
     group.add_argument('--name', help='name for titles (default: the name of the model or config)')
     group.add_argument(
@@ -79,6 +102,10 @@ def parse_args(argv: Optional[List[str]]) -> argparse.Namespace:
         '--gates', nargs='*', metavar='MODULE/INDEX',
         help='gates to draw with the prior and over training (default: four)')
     group.add_argument('--compare', nargs='*', default=[], metavar='REPORT', help='reports to compare with')
+    group.add_argument(
+        '--dense', default='', metavar='MODEL[=FILE]',
+        help='network without gates to evaluate on the same images and show beside it, such as cifar_resnet20.e28_c10 '
+        'or cifar_resnet20=dense.pth (default weights: the pretrained ones)')
     group.add_argument('--snapshots', metavar='DIR', help='snapshots of the training run (model option snapshot_dir)')
     add_threshold_option(group)
     group.add_argument(
@@ -109,30 +136,36 @@ def record(args: argparse.Namespace) -> Tuple[GateRecord, FetchImage, ReportOpti
         compare={name: layers for path in args.compare for name, layers in load_distribution(path).items()},
         snapshots=load_snapshots(args.snapshots) if args.snapshots else None)
     if args.mmseg_config:
+        if args.dense:
+            raise ValueError('--dense is for timm models, not for --mmseg-config.')
         from mmseg_plugin.analysis import create_segmentation  # needs the extra `mmseg`
         model, data = create_segmentation(
-            args.mmseg_config, args.checkpoint, args.cfg_options, find_device(args.device), args.untrained)
+            args.mmseg_config, args.checkpoint, args.cfg_options, find_device(args.device), args.untrained, args.limit)
         options.model, options.data = Path(args.mmseg_config).stem, 'test_dataloader'
         options.name = title(model, options.model, args.name)
     else:
         if not args.model:
             raise ValueError('give --model (a gated timm model) or --mmseg-config.')
         model = create_network(args.model, args.checkpoint, args)
-        data = create_data(check_gated(model), args)
+        data = create_data(check_gated(model), args, args.limit)
         options.model, options.data = args.model, f'{args.data_dir or args.dataset}, {args.split}'
         options.name = title(model, options.model, args.name)
     check_names(options, data.class_names, check_gated(model))
     if options.name in options.compare:
         raise ValueError(f"a report of --compare is also called '{options.name}': choose another --name.")
     options.prior = gate_prior(model)
+    if args.dense:
+        options.dense = evaluate_dense(args.dense, model, args)
     batches = tqdm(data.loader, desc=options.name, unit='batch')
-    return record_gates(model, batches, data.class_names, data.step), data.fetch_image, options
+    gates = record_gates(model, batches, data.class_names, data.step, subset_of=data.subset_of)
+    return gates, data.fetch_image, options
 
 
 def run(args: argparse.Namespace) -> None:
     from timm_gated.analysis import check_target, write_report
     check_target(args.output, args.overwrite)  # fail early
     gates, fetch_image, options = record(args)
+    options.command = args.command
     write_report(
         args.output, gates, fetch_image, options, args.overwrite,
         progress=lambda figures: Progress(figures, 'figures', unit='figure'))
@@ -140,7 +173,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    return execute(run, parse_args(argv))
+    given = sys.argv[1:] if argv is None else argv
+    args = parse_args(given)
+    args.command = shlex.join(['timm-gated', 'analyze', *map(str, given)])
+    return execute(run, args)
 
 
 if __name__ == '__main__':

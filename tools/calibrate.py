@@ -41,15 +41,6 @@ if TYPE_CHECKING:
 Result = Dict[str, Any]
 
 
-def some_images(loader: Any, count: int) -> Any:
-    """Loader of a number of images, spread evenly over the data set of another loader."""
-    from torch.utils.data import DataLoader, Subset
-    total = len(loader.dataset)
-    count = min(count, total)
-    chosen = Subset(loader.dataset, [index * total // count for index in range(count)])
-    return DataLoader(chosen, loader.batch_size, num_workers=loader.num_workers)
-
-
 def figures(calibrated: Calibrated) -> Result:
     """Figures of a calibration."""
     return {
@@ -72,14 +63,14 @@ def evaluate(network: nn.Module, calibrated: Calibrated, name: str, args: Namesp
 
 def calibrate_classifier(args: Namespace) -> List[Result]:
     """Calibrate a timm model for each share, and evaluate or save it."""
-    from timm_gated.analysis import check_gated, create_data, create_network, title
+    from timm_gated.analysis import check_gated, create_data, create_network, limit_loader, title
     from timm_gated.hub import save_pretrained
     from timm_gated.pruning import calibrate
     if not args.model:
         raise ValueError('give --model (a gated timm model) or --mmseg-config.')
     network = create_network(args.model, args.checkpoint, args)
     data = create_data(check_gated(network), args)
-    images = some_images(data.loader, args.images)
+    images, _ = limit_loader(data.loader, args.images)
     results = []
     for share in args.share:
         calibrated = calibrate(network, Progress(images, f'{share:.1%}'), share, args.by, args.tolerance)
@@ -99,15 +90,14 @@ def calibrate_segmentor(args: Namespace) -> List[Result]:
     from mmseg_plugin import pruning  # needs the extra `mmseg`
     from mmseg_plugin.analysis import create_segmentation, load_config
     from mmseg_plugin.backbones import backbone_cfg
-    from timm_gated.analysis import find_device
+    from timm_gated.analysis import find_device, limit_loader
     if args.eval_split:
         raise ValueError("--eval-split is for timm models; test the config of --output with mmseg's tools/test.py.")
     model, data = create_segmentation(
         args.mmseg_config, args.checkpoint, args.cfg_options, find_device(args.device), args.untrained)
     if args.output:
         backbone_cfg(model.backbone)  # fail early if it cannot be saved
-    images = some_images(data.loader, args.images)
-    images.collate_fn = data.loader.collate_fn
+    images, _ = limit_loader(data.loader, args.images)
     results = []
     for share in args.share:
         calibrated = pruning.calibrate(model, Progress(images, f'{share:.1%}'), share, args.by, args.tolerance)

@@ -32,6 +32,7 @@ from timm_gated_cli._options import (
     Progress,
     add_data_options,
     add_json_option,
+    add_limit_option,
     add_model_options,
     add_threshold_option,
     execute,
@@ -64,13 +65,12 @@ def dense_counterpart(network: Any) -> Optional[nn.Module]:
 
 def calibration_images(network: nn.Module, args: argparse.Namespace) -> List[torch.Tensor]:
     """Batches of one image of the training split, spread evenly, as the network gets them in evaluation."""
-    from timm_gated.analysis import create_data
+    from timm_gated.analysis import create_data, spread_evenly
     options = {**vars(args), 'split': args.calibration_split}
     if args.calibration_crop_pct is not None:
         options['crop_pct'] = args.calibration_crop_pct
     dataset = create_data(network, argparse.Namespace(**options)).loader.dataset
-    count = min(args.calibration_images, len(dataset))
-    return [dataset[index * len(dataset) // count][0][None] for index in range(count)]
+    return [dataset[index][0][None] for index in spread_evenly(len(dataset), args.calibration_images)]
 
 
 def accelerated(network: nn.Module, model: str, args: argparse.Namespace) -> nn.Module:
@@ -127,17 +127,17 @@ def measure_speed(
     """
     import torch
 
+    from timm_gated.analysis import spread_evenly
     from timm_gated.inference import Accelerated
     sides = {'accelerated': fast, 'eager': network}
     dense = dense_counterpart(network)
     if dense is not None:
         sides['dense'] = accelerated(dense, model, args)
-    count = min(args.timed_images, len(dataset))
-    images = [dataset[index * len(dataset) // count][0] for index in range(count)]
+    images = [dataset[index][0] for index in spread_evenly(len(dataset), args.timed_images)]
     times = time_in_turns(sides, images)
     part = next(module for module in fast.modules() if isinstance(module, Accelerated))
     return {
-        'milliseconds': {name: times.get(name) for name in SIDES}, 'num_images': count, 'batch_size': 1,
+        'milliseconds': {name: times.get(name) for name in SIDES}, 'num_images': len(images), 'batch_size': 1,
         'threads': torch.get_num_threads(), 'precision': args.precision,
         'backend': part.backend, 'isa': getattr(part.runner, 'isa', None)}
 
@@ -169,7 +169,7 @@ def evaluate(text: str, args: argparse.Namespace) -> Result:
     network = create_network(model, checkpoint, args)
     fast: Any = accelerated(network, model, args) if args.accelerate else None
     name = title(network, model, name)
-    data = create_data(network, args)
+    data = create_data(network, args, args.limit)
     batches = tqdm(data.loader, desc=name, unit='batch')
     predictions: List[int] = []
     equal_decisions: List[float] = []
@@ -183,7 +183,8 @@ def evaluate(text: str, args: argparse.Namespace) -> Result:
             equal = [decisions[name][:, :gate.num_gates] == gate.decision.bool() for name, gate in gates(network)]
             equal_decisions.extend(torch.cat(equal, dim=1).float().mean(1).tolist() if equal else [])
 
-    record = record_gates(network, run_both() if fast is not None else batches, data.class_names, data.step)
+    record = record_gates(
+        network, run_both() if fast is not None else batches, data.class_names, data.step, subset_of=data.subset_of)
     result = {
         'name': name, 'model': model, 'checkpoint': checkpoint, 'untrained': network.untrained,
         'data': f'{args.data_dir}, {args.split}', **summary(record, args.threshold)}
@@ -266,6 +267,7 @@ def parse_args(argv: Optional[List[str]]) -> argparse.Namespace:
         'which are padded')
     add_model_options(parser)
     add_data_options(parser)
+    add_limit_option(parser)
     args = parser.parse_args(argv)
     if args.precision == 'int8' and not args.accelerate:
         parser.error('--precision int8 is for accelerated networks: give --accelerate.')
@@ -285,6 +287,9 @@ def run(args: argparse.Namespace) -> Result:
     check_threshold(args.threshold)
     results = {'results': [evaluate(text, args) for text in args.checkpoint]}
     print(table(results['results']))
+    first = results['results'][0]
+    if first['subset_of']:
+        print('\nOn {num_samples:,} of the {subset_of:,} images, spread evenly over the data set.'.format(**first))
     if args.accelerate:
         print(f'\n{speed_table(results["results"])}')
     if args.output:

@@ -7,11 +7,14 @@
     timm-gated hub pull me/gated_resnet20-cifar10 again
 
 `save` writes a checkpoint or, without one, the pretrained weights to a folder with config.json, model.safetensors and
-the model card README.md. The card shows the figures of --evaluation, a file of `timm-gated evaluate`, if given. `card`
-rewrites the card of a folder. `push` needs `hf auth login`. `pull` verifies the checksums of the hub and loads the
-model once. After importing timm_gated, load models with timm.create_model('local-dir:DIR', pretrained=True) or
-timm.create_model('hf-hub:OWNER/NAME', pretrained=True). See `timm-gated hub save --help` for the
-options of `save`, and so on.
+the model card README.md. The card shows the figures of --evaluation, a file of `timm-gated evaluate`, if given. It has
+a picture of the gates, gates.png, and, if the file has other results on the same images, such as that of a dense
+network, one of accuracy against MACs, trade_off.png. `card` rewrites the card of a folder. `push` needs
+`hf auth login`. `pull` verifies the checksums of the hub and loads the model once.
+
+After importing timm_gated, load models with timm.create_model('local-dir:DIR', pretrained=True) or
+timm.create_model('hf-hub:OWNER/NAME', pretrained=True). See `timm-gated hub save --help` for the options of `save`, and
+so on.
 """
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ import json
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
 
 from timm_gated_cli._options import add_model_options, execute, make_parser
 
@@ -29,15 +32,15 @@ if TYPE_CHECKING:
     from huggingface_hub import ModelCard
 
 
-def read_figures(path: Optional[Path], result: str) -> Optional[Dict[str, Any]]:
-    """Read one result from a file of `timm-gated evaluate`.
+def read_figures(path: Optional[Path], result: str) -> Tuple[Optional[Dict[str, Any]], List[Dict[str, Any]]]:
+    """Read one result from a file of `timm-gated evaluate`, and the others on the same images.
 
     Args:
         path: JSON file; None for no figures.
         result: Name of the result; required if there are several.
     """
     if path is None:
-        return None
+        return None, []
     try:
         results = {entry['name']: entry for entry in json.loads(path.read_text(encoding='utf-8'))['results']}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -48,7 +51,9 @@ def read_figures(path: Optional[Path], result: str) -> Optional[Dict[str, Any]]:
         raise ValueError(f"--result must be one of {', '.join(results)} (in {path}), got '{result}'.")
     if results[result].get('untrained'):
         raise ValueError(f"the figures of '{result}' in {path} are those of an untrained network.")
-    return results[result]
+    own = results[result]
+    same = [other for other in results.values() if all(other.get(k) == own.get(k) for k in ('data', 'num_samples'))]
+    return own, [other for other in same if other is not own and not other.get('untrained')]
 
 
 def read_training(args: Namespace) -> Union[str, Dict[str, Any]]:
@@ -74,9 +79,9 @@ def read_training(args: Namespace) -> Union[str, Dict[str, Any]]:
 
 def make_card(model: nn.Module, args: Namespace) -> ModelCard:
     from timm_gated.hub import model_card
-    figures = read_figures(args.evaluation, args.result)
+    figures, others = read_figures(args.evaluation, args.result)
     return model_card(
-        model, figures, args.dataset_id, args.dataset_split, read_training(args), args.license, args.tag)
+        model, figures, args.dataset_id, args.dataset_split, read_training(args), args.license, args.tag, others)
 
 
 def save(args: Namespace) -> str:
@@ -93,13 +98,10 @@ def save(args: Namespace) -> str:
 
 
 def card(args: Namespace) -> str:
-    from timm_gated.hub import CARD_FILE, check_pretrained
+    from timm_gated.hub import CARD_FILE, check_pretrained, write_card
     from timm_gated.models import check_model_name
-    from timm_gated.utils import new_file
     check_model_name(f'local-dir:{args.folder}')
-    text = str(make_card(check_pretrained(args.folder), args))
-    with new_file(args.folder / CARD_FILE) as partial:
-        partial.write_text(text, encoding='utf-8')
+    write_card(args.folder, make_card(check_pretrained(args.folder), args))
     return f'Card: {args.folder / CARD_FILE}'
 
 

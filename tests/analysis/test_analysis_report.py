@@ -3,13 +3,16 @@ import base64
 import io
 import itertools
 import json
+import re
 import xml.etree.ElementTree as ElementTree
+from datetime import date
 from html.parser import HTMLParser
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pyarrow.parquet
 import pytest
+import timm
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
@@ -34,11 +37,13 @@ from timm_gated.analysis import (
     report,
     specialised_figure,
     specialised_gates,
+    summary,
     trade_off_figure,
     write_report,
 )
 from timm_gated.analysis.figures import short_layers
 from timm_gated.loss.snapshots import Snapshots
+from timm_gated.version import __version__
 
 FIGURES = {
     'gate_distribution', 'firing', 'specialised', 'extremes', 'macs', 'difficulty', 'class_similarity', 'prior',
@@ -79,7 +84,7 @@ def test_gate_distribution_by_hand():
         'L0': {'layer1.0.gate1': GateCounts(2, 0, 2)}})
     left, right = figure.axes
     assert bar_shares(left) == [0, 0, 25, 25, 50, 100] and bar_shares(right) == [0, 50, 50]
-    assert left.get_title() == 'BAS\n8% on, 83% conditional, 8% off'
+    assert left.get_title() == 'BAS\n8 % on, 83 % conditional, 8 % off'
     assert [label.get_text() for label in left.get_yticklabels()] == ['layer1', 'layer2']
     drawn(figure)
 
@@ -98,6 +103,23 @@ def test_firing_histograms_are_sorted_by_the_whole_set(record):
     assert len(firing_figure(record, max_layers=2).axes) == 2
     with pytest.raises(ValueError, match="no class 'owl'"):
         firing_figure(record, ['owl'])
+
+
+def test_a_wide_layer_has_the_means_of_neighbouring_gates():
+    record = make_record(make_net(channels=(32, 48, 80)), make_batches())
+    for axis, (_, span) in zip(firing_figure(record).axes, record.spans(), strict=True):
+        values, edges, _ = axis.patches[0].get_data()
+        share = 100 * np.sort(record.open_share[span])[::-1]
+        assert len(values) == 32 and edges[[0, -1]].tolist() == [0, len(share)]
+        np.testing.assert_allclose(values[5], share[edges[5]:edges[6]].mean())
+
+
+def test_legends_are_outside_the_axes(record):
+    for figure in (macs_figure(record), difficulty_figure(record), firing_figure(record)):
+        figure.draw_without_rendering()
+        assert [axis.get_legend() for axis in figure.axes] == [None] * len(figure.axes)
+        box = figure.legends[0].get_window_extent()
+        assert not any(box.overlaps(axis.get_window_extent()) for axis in figure.axes)
 
 
 def test_specialised_gates_and_extremes_show_their_images(record):
@@ -215,19 +237,23 @@ def test_short_names_of_layers():
 class Page(HTMLParser):
     """Images and links of a page. Fails on unclosed tags."""
 
+    void = ('meta', 'img', 'wbr')
+
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.images, self.external, self.open, self.text = [], [], [], ''
+        self.images, self.links, self.external, self.open, self.text = [], [], [], [], ''
         self.feed(text)
         self.close()
         assert self.open == []
 
     def handle_starttag(self, tag, attrs):
-        if tag not in ('meta', 'img'):
+        if tag not in self.void:
             self.open.append(tag)
         for name, value in attrs:
             if name in ('src', 'href', 'srcset', 'action', 'data'):
-                if not value.startswith(('data:', '#')):
+                if tag == 'a':  # a link fetches nothing by itself
+                    self.links.append(value)
+                elif not value.startswith('data:'):
                     self.external.append(value)
                 if tag == 'img':
                     self.images.append(value)
@@ -236,13 +262,14 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.text += data
+        self.text += data.replace('\xa0', ' ')
 
 
 def test_report(record, snapshots, tmp_path):
     options = ReportOptions(
         name='tiny <net>', model='gated_resnet20', snapshots=snapshots, rare=0.9,
-        groups={'a': CLASSES[:3], 'b': CLASSES[3:]})
+        groups={'a': CLASSES[:3], 'b': CLASSES[3:]}, command='python analyze.py --name "tiny <net>"',
+        dense={**summary(record), 'name': 'dense_net', 'model': 'cifar_resnet20', 'num_gates': 0, 'top1': 12.34})
     folder = write_report(tmp_path / 'new' / 'report', record, fetch_image, options)
     assert {path.name for path in folder.iterdir()} == {
         'index.html', 'gates.json', 'gates.parquet', 'samples.parquet',
@@ -254,16 +281,24 @@ def test_report(record, snapshots, tmp_path):
     assert page.external == [] and 'http' not in text and '@import' not in text and 'url(' not in text
     assert 'name="viewport"' in text and 'tiny &lt;net&gt;' in text
     assert len(page.images) == len(FIGURES)
+    sections = re.findall(r'<section id="(\w+)"><h2>[^<]+\?</h2><p>[^<]+\.</p><figure><a', text)
+    assert set(sections) == FIGURES
+    assert text.index('id="overview"') < text.index('<nav') < text.index('<table') < text.index('<figure')
+    assert 'points more than dense_net without gates' in page.text and '12.34 %' in page.text
+    assert f'with timm-gated {__version__}, timm {timm.__version__}, torch {torch.__version__} by' in page.text
+    assert 'python analyze.py --name "tiny <net>"' in page.text and date.today().isoformat() in page.text
     for source in page.images:
         header, _, encoded = source.partition(',')
         assert header == 'data:image/png;base64'
         with Image.open(io.BytesIO(base64.b64decode(encoded, validate=True))) as image:
             image.load()
             assert image.width >= 800
+    assert page.links == [*(f'#{name}' for name in sections), *(f'{name}.svg' for name in sections)]
     for name in FIGURES:
         assert ElementTree.parse(folder / f'{name}.svg').getroot().tag.endswith('svg')
 
     content = json.loads((folder / 'gates.json').read_text())
+    assert [result['name'] for result in content['results']] == ['tiny <net>', 'dense_net']
     assert content['results'][0]['num_samples'] == 64 and content['results'][0]['name'] == 'tiny <net>'
     assert f'{content["results"][0]["top1"]:.2f} %' in page.text
     assert len(content['layers']) == 3 and content['class_similarity']['within'] is not None

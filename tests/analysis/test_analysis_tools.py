@@ -8,12 +8,14 @@ import shutil
 import pytest
 import timm
 import torch
+from _options import add_data_options
 from forked import Done, run_script
 from mmseg_small import write_config
 from small_analysis import CLASSES, MODEL_KWARGS, MODEL_OPTIONS, make_net, write_images
 from tool import TOOLS, load_tool, run_tool
 
 from timm_gated import CifarResNet, accelerate, gates, instruction_sets, prune_static, save_pretrained
+from timm_gated.analysis import create_data
 from timm_gated.inference import mixed
 
 NET = ['--model', 'gated_resnet20', *MODEL_OPTIONS]
@@ -44,7 +46,7 @@ def options(data, checkpoints, tmp_path):
         '--output', tmp_path / 'report']
 
 
-def test_analyze_gates(options, tmp_path, capsys):
+def test_analyze_gates(options, checkpoints, tmp_path, capsys):
     assert run_tool('analyze_gates', *options, '--name', 'tiny', '--rare', '0.9', '--classes', 'ant', 'gnu') == 0
     shown = capsys.readouterr()
     assert 'tiny: 100%' in shown.err and 'figures: 100%' in shown.err
@@ -54,7 +56,15 @@ def test_analyze_gates(options, tmp_path, capsys):
     assert all(entry['num_samples'] == 6 for entry in content['classes'])
     assert (tmp_path / 'report' / 'extremes.png').stat().st_size > 5000
     other = [*options[:-1], tmp_path / 'other']
-    assert run_tool('analyze_gates', *other, '--compare', tmp_path / 'report') == 0
+    dense = f'cifar_resnet20={checkpoints}/dense.pth.tar'
+    assert run_tool('analyze_gates', *other, '--compare', tmp_path / 'report', '--dense', dense, '--limit', '14') == 0
+    gated, dense = json.loads((tmp_path / 'other' / 'gates.json').read_text())['results']
+    assert dense['name'] == 'cifar_resnet20, dense.pth.tar' and dense['num_gates'] == 0
+    assert gated['num_samples'] == dense['num_samples'] == 14 and gated['subset_of'] == dense['subset_of'] == 42
+    assert dense['mean_macs'] == gated['dense_macs']
+    text = (tmp_path / 'other' / 'index.html').read_text()
+    assert 'on 14 of 42 images, spread evenly' in text
+    assert 'python tools/analyze_gates.py --model gated_resnet20' in text
     assert {path.name for path in tmp_path.iterdir()} == {'report', 'other'}
 
 
@@ -74,6 +84,26 @@ def test_evaluate_and_tradeoff(data, checkpoints, tmp_path):
     assert done.returncode == 0, done.output[-3000:]
     assert done.output.count('measured') == 2 and done.output.count('published') == 9
     assert {path.name for path in tmp_path.iterdir()} == {'results', 'tradeoff.png', 'tradeoff.svg'}
+
+
+@pytest.mark.parametrize('workers', [0, 1])
+def test_a_limit_keeps_the_shares_of_the_classes(workers, data, checkpoints, tmp_path, capsys):
+    target = tmp_path / 'evaluation.json'
+    command = [
+        *NET, '--checkpoint', checkpoints / 'gated.pth.tar', '--data-dir', data, '--workers', workers,
+        '--output', target]
+    assert run_tool('evaluate', *command, '--limit', '14', '--batch-size', '4') == 0
+    assert 'On 14 of the 42 images, spread evenly' in capsys.readouterr().out
+    result, = json.loads(target.read_text())['results']
+    assert (result['num_samples'], result['subset_of']) == (14, 42)
+    options = load_tool('evaluate').make_parser('')
+    add_data_options(options)
+    args = options.parse_args(['--data-dir', str(data), '--workers', str(workers)])
+    limited, whole = (create_data(make_net(), args, limit) for limit in (14, 42))
+    assert torch.cat([labels for _, labels in limited.loader]).bincount().tolist() == [2] * 7
+    assert (limited.fetch_image(3) == whole.fetch_image(9)).all() and whole.subset_of is None
+    assert run_tool('evaluate', *command, '--limit', '0') == 1
+    assert 'limit must be at least 1, got 0' in capsys.readouterr().err
 
 
 def test_evaluate_accelerated(data, checkpoints, tmp_path, capsys):
@@ -165,14 +195,16 @@ def test_errors_of_evaluate_accelerated(data, capsys):
 def test_segmentation(tmp_path):
     config = write_config(tmp_path)
     done = run(
-        'analyze_gates', '--mmseg-config', config, '--untrained', '--output', tmp_path / 'report', '--rare', '0.9')
+        'analyze_gates', '--mmseg-config', config, '--untrained', '--output', tmp_path / 'report', '--rare', '0.9',
+        '--limit', '2')
     assert done.returncode == 0, done.output[-3000:]
     content = json.loads((tmp_path / 'report' / 'gates.json').read_text())
     result, = content['results']
-    assert result['num_samples'] == 3 and 0 <= result['pixel_accuracy'] <= 100 and 'top1' not in result
+    assert (result['num_samples'], result['subset_of']) == (2, 3)
+    assert 0 <= result['pixel_accuracy'] <= 100 and 'top1' not in result
     assert result['num_gates'] == 1920 and 0 < result['macs_share'] < 1.01
     # random label maps of 64 x 128 pixels show every class
-    assert {entry['num_samples'] for entry in content['classes']} == {3} and content['classes'][0]['name'] == 'road'
+    assert {entry['num_samples'] for entry in content['classes']} == {2} and content['classes'][0]['name'] == 'road'
     assert (tmp_path / 'report' / 'extremes.png').exists() and (tmp_path / 'report' / 'prior.png').exists()
     assert 'config (untrained network)' in (tmp_path / 'report' / 'index.html').read_text()
     assert result['name'] == 'config (untrained network)'
@@ -199,6 +231,9 @@ def test_a_segmentor_with_a_truncated_checkpoint(tmp_path, capsys):
     (['--groups', 'animals'], "must be NAME=CLASS,CLASS,…, got 'animals'"),
     (['--snapshots', 'nowhere'], 'no gate snapshots'),
     (['--compare', 'nowhere'], 'is not the gates.json'),
+    (['--dense', 'gated_resnet20.bas_c10', '--num-classes', '10', '--untrained'], 'has 7 classes'),
+    (['--dense', 'no_such_model'], "'no_such_model' cannot be made"),
+    (['--limit', '0'], 'limit must be at least 1, got 0'),
     (['--threshold', '2'], r'threshold must be in \(0.5, 1\], got 2'),
     (['--class-map', 'classes.pkl'], 'must be a text file .*classes.pkl'),
     (['--mmseg-config', 'nowhere.py'], 'there is no file nowhere.py'),

@@ -1,4 +1,5 @@
 """Model cards and `timm-gated hub`"""
+import io
 import json
 
 import pytest
@@ -7,11 +8,12 @@ import torch
 import yaml
 from hub_client import make, run
 from huggingface_hub import ModelCard
+from PIL import Image
 from tool import load_tool, run_tool
 
 from timm_gated import model_card, save_pretrained
 from timm_gated.analysis import record_classifier, summary
-from timm_gated.hub.card import training_settings
+from timm_gated.hub import training_settings, write_card
 
 
 @pytest.fixture(scope='module')
@@ -55,6 +57,25 @@ def test_card_of_packaged_weights(model, figures):
     assert '\n# gated_resnet20.mine\n' in str(card) and card.data.model_name == 'gated_resnet20.mine'
 
 
+def test_pictures(model, figures, tmp_path):
+    dense = {**figures, 'name': 'dense', 'model': 'cifar_resnet20', 'num_gates': 0, 'top1': 90., 'mean_macs': 4e7}
+    card = model_card(model, figures, others=[dense])
+    assert list(card.pictures) == ['gates.png', 'trade_off.png']
+    for name, picture in card.pictures.items():
+        assert f']({name})' in str(card) and len(picture) < 60_000
+        with Image.open(io.BytesIO(picture)) as image:
+            assert image.width >= 600
+    assert f'gated_resnet20 {figures["top1"]:.2f} % at' in str(card) and 'dense 90.00 % at 40.00 M' in str(card)
+    folder = save_pretrained(model, tmp_path / 'saved', card=card)
+    assert all((folder / name).read_bytes() == picture for name, picture in card.pictures.items())
+    write_card(folder, model_card(model, figures))
+    assert (folder / 'gates.png').is_file() and not (folder / 'trade_off.png').exists()
+    packaged = model_card(model, figures, tag='mine')
+    assert list(packaged.pictures) == ['gated_resnet20.mine.gates.png'] and '(gated_resnet20.mine.' in str(packaged)
+    subset = str(model_card(model, {**figures, 'subset_of': 10000}, 'uoft-cs/cifar10', 'test'))
+    assert 'Measured on 30 of the 10,000 images, spread evenly, of uoft-cs/cifar10, test.' in subset
+
+
 def test_missing_figures_are_left_out(model, figures):
     text = str(model_card(model))
     assert 'Nothing else was measured' in text and '| parameters | ' in text and '## Training' not in text
@@ -70,6 +91,8 @@ def test_figures_of_another_model(model, figures):
         model_card(model, {**figures, 'parameters': 3})
     with pytest.raises(ValueError, match='num_gates is 1 there'):
         model_card(model, {**figures, 'num_gates': 1})
+    with pytest.raises(ValueError, match='of another model, with gates in layer9'):
+        model_card(model, {**figures, 'layers': {'layer9': dict(always_on=1, conditional=2, always_off=0)}})
     for value in ('80', float('nan'), True):
         with pytest.raises(ValueError, match='the figure top1 must be a number, got'):
             model_card(model, {'top1': value})
@@ -104,7 +127,8 @@ def runs(model, figures, tmp_path):
     torch.save({'state_dict': model.state_dict()}, tmp_path / 'model_best.pth.tar')
     (tmp_path / 'args.yaml').write_text(yaml.safe_dump(dict(model='gated_resnet20', lr=0.1, data_dir=str(tmp_path))))
     (tmp_path / 'classes.txt').write_text(''.join(f'class {index}\n' for index in range(10)))
-    results = [{'name': name, 'checkpoint': str(tmp_path), **figures} for name in ('mine', 'other')]
+    results = [
+        {'name': name, 'model': 'gated_resnet20', 'checkpoint': str(tmp_path), **figures} for name in ('mine', 'other')]
     (tmp_path / 'evaluation.json').write_text(json.dumps({'results': results}))
     return tmp_path
 
@@ -120,6 +144,7 @@ def test_tool_saves_and_describes(runs, model, figures, capsys):
     assert again.pretrained_cfg['label_names'][9] == 'class 9'
     text = (runs / 'saved' / 'README.md').read_text()
     assert f'{figures["top1"]:.2f} %' in text and 'lr: 0.1' in text and str(runs) not in text
+    assert 'other' in text and {path.name for path in (runs / 'saved').glob('*.png')} == {'gates.png', 'trade_off.png'}
     assert run_tool('hub', *command, *options) == 2 and 'exists already' in capsys.readouterr().err
 
     assert run_tool('hub', 'card', runs / 'saved', '--training', 'by hand', '--license', 'mit') == 0

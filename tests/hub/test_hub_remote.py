@@ -111,9 +111,13 @@ def test_a_folder_is_pushed_as_it_is(hub, client, tmp_path):
     card = '---\nlicense: mit\n---\nMine, of hf-hub:owner/name'
     folder = save_pretrained(make(seed=3), tmp_path / 'saved', card=card)
     (folder / 'notes.txt').write_text('not for others')
+    (folder / 'gates.png').write_bytes(b'a picture')
     commit = client(hub_client.push_folder, folder, 'me/folder', private=True)
     files = hub.repositories['me/folder'].commits[commit]
-    assert sorted(files) == ['.gitattributes', *FILES] and hub.repositories['me/folder'].private
+    assert sorted(files) == sorted(['.gitattributes', 'gates.png', *FILES])
+    assert hub.repositories['me/folder'].private
+    pulled = client(hub_client.pull, 'me/folder', tmp_path / 'pulled')
+    assert (pulled / 'gates.png').read_bytes() == files['gates.png'] == b'a picture'
     assert all(files[name] == (folder / name).read_bytes() for name in ('config.json', 'model.safetensors'))
     assert files['README.md'].decode().endswith('Mine, of hf-hub:me/folder')
     (folder / 'model.safetensors').unlink()

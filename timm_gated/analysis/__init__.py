@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         prior_figure,
     )
     from .measures import class_similarity, difficulty, prior_distance, specialised_gates, summary
+    from .pictures import gates_picture, trade_off_picture
     from .published import PUBLISHED, Point
     from .report import ReportOptions, check_target, load_distribution, write_report
     from .sample_figures import difficulty_figure, extremes_figure, macs_figure, specialised_figure
@@ -40,8 +41,10 @@ if TYPE_CHECKING:
         create_data,
         create_network,
         find_device,
+        limit_loader,
         note_untrained,
         parse_checkpoint,
+        spread_evenly,
         title,
     )
     from .tradeoff import group_points, load_points, trade_off_figure
@@ -52,12 +55,13 @@ _LAZY = {
         'class_similarity_figure', 'firing_figure', 'gate_distribution_figure', 'gates_over_training_figure',
         'prior_figure'),
     'measures': ('class_similarity', 'difficulty', 'prior_distance', 'specialised_gates', 'summary'),
+    'pictures': ('gates_picture', 'trade_off_picture'),
     'published': ('PUBLISHED', 'Point'),
     'report': ('ReportOptions', 'check_target', 'load_distribution', 'write_report'),
     'sample_figures': ('difficulty_figure', 'extremes_figure', 'macs_figure', 'specialised_figure'),
     'sources': (
-        'Data', 'FetchImage', 'create_data', 'create_network', 'find_device', 'note_untrained', 'parse_checkpoint',
-        'title'),
+        'Data', 'FetchImage', 'create_data', 'create_network', 'find_device', 'limit_loader', 'note_untrained',
+        'parse_checkpoint', 'spread_evenly', 'title'),
     'tradeoff': ('group_points', 'load_points', 'trade_off_figure'),
 }
 _MODULES = {name: module for module, names in _LAZY.items() for name in names}
@@ -89,7 +93,9 @@ __all__ = [
     'gate_distribution_figure',
     'gate_kinds',
     'gates_over_training_figure',
+    'gates_picture',
     'group_points',
+    'limit_loader',
     'load_distribution',
     'load_points',
     'macs_figure',
@@ -101,9 +107,11 @@ __all__ = [
     'record_gates',
     'specialised_figure',
     'specialised_gates',
+    'spread_evenly',
     'summary',
     'title',
     'trade_off_figure',
+    'trade_off_picture',
     'write_report',
 ]
 

@@ -20,11 +20,12 @@ from .record import GateRecord
 from .statistics import GateCounts
 
 __all__ = [
-    'WIDTH', 'class_similarity_figure', 'firing_figure', 'gate_distribution_figure', 'gates_over_training_figure',
-    'prior_figure',
+    'MAX_STEPS', 'WIDTH', 'class_similarity_figure', 'firing_figure', 'gate_distribution_figure',
+    'gates_over_training_figure', 'prior_figure',
 ]
 
-WIDTH = 5.  # inches
+WIDTH = 4.2  # inches: at the width of a phone, text of 9 points is 10 pixels high
+MAX_STEPS = 32  # of a firing histogram; more would be narrower than a line
 KIND_COLOURS = {'always_on': '#31688e', 'conditional': '#35b779', 'always_off': '#c8c8c8'}
 CLASS_COLOURS = ('#d55e00', '#0072b2', '#cc79a7', '#e69f00', '#009e73', '#56b4e9')  # safe for colour-blind readers
 
@@ -77,7 +78,8 @@ def gate_distribution_figure(distributions: Mapping[str, Mapping[str, GateCounts
         repeated = axis is not axes[0] and labels == short_layers(list(next(iter(distributions.values()))))
         axis.set_yticks(np.arange(len(layers)), [] if repeated else labels)
         total = counts.sum(0) / counts.sum()
-        axis.set_title(f'{title}\n{total[0]:.0%} on, {total[1]:.0%} conditional, {total[2]:.0%} off', fontsize=9)
+        on, conditional, off = (f'{100 * share:.0f} %' for share in total)
+        axis.set_title(f'{title}\n{on} on, {conditional} conditional, {off} off', fontsize=9)
         axis.set(xlim=(0, 100), ylim=(len(layers) - 0.4, -0.6), xlabel='% of the gates')
         axis.spines[['top', 'right']].set_visible(False)
     handles, labels = axes[0].get_legend_handles_labels()
@@ -86,7 +88,9 @@ def gate_distribution_figure(distributions: Mapping[str, Mapping[str, GateCounts
 
 
 def firing_figure(record: GateRecord, classes: Sequence[str] = (), max_layers: int = 18) -> Figure:
-    """Draw how often each filter runs, per layer, sorted by its frequency over the data set.
+    """Draw how often each gate is open, per layer, sorted by its frequency over the data set.
+
+    In layers with more than `MAX_STEPS` gates, a step is the mean of neighbouring gates.
 
     Args:
         record: Record of a pass over a data set.
@@ -99,25 +103,30 @@ def firing_figure(record: GateRecord, classes: Sequence[str] = (), max_layers: i
     indices = [record.class_index(name) for name in classes]
     chosen = spread_over(np.arange(len(spans)), max_layers)
     titles = short_layers(list(record.layers))
-    figure, axes = _grid(len(chosen), 3, 1.35, sharey=True)
+    figure, axes = _grid(len(chosen), 2, 1.25, sharey=True)
     for axis, position in zip(axes, chosen, strict=True):
         span = spans[position][1]
         share = 100 * record.open_share[span]
         order = np.argsort(-share, kind='stable')
-        x = np.arange(len(order) + 1)  # steps show each filter of a small layer
-        axis.stairs(share[order], x, fill=True, color='#d9d9d9', label='all images')
+        x = np.linspace(0, len(order), min(len(order), MAX_STEPS) + 1).round().astype(int)
+        axis.stairs(_step_means(share[order], x), x, fill=True, color='#d9d9d9', label='all images')
         for colour, index in zip(cycle(CLASS_COLOURS), indices, strict=False):
             axis.stairs(
-                100 * record.open_share_by_class[index, span][order], x, color=colour, linewidth=1,
+                _step_means(100 * record.open_share_by_class[index, span][order], x), x, color=colour, linewidth=1.2,
                 label=record.class_names[index])
         axis.set_title(titles[position], fontsize=9)
         axis.set(xlim=(0, len(order)), ylim=(0, 101))
         axis.tick_params(labelsize=8)
-    figure.supxlabel('filter, sorted by how often it runs', fontsize=9)
-    figure.supylabel('% of the images for which it runs', fontsize=9)
+    figure.supxlabel('gate, sorted by how often it is open', fontsize=9)
+    figure.supylabel('% of the images for which it is open', fontsize=9)
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc='outside upper center', ncols=min(4, len(labels)), frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc='outside upper center', ncols=2, frameon=False, fontsize=9)
     return figure
+
+
+def _step_means(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Means of consecutive values between edges."""
+    return np.add.reduceat(values, edges[:-1]) / np.diff(edges)
 
 
 def prior_figure(record: GateRecord, prior: Prior, gates: Optional[Sequence[str]] = None) -> Figure:

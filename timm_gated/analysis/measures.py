@@ -32,6 +32,7 @@ def summary(record: GateRecord, threshold: float = 0.99) -> Dict[str, Any]:
     gated = bool(record.layers)
     return {
         'num_samples': record.num_samples,
+        'subset_of': record.subset_of,
         'top1' if record.labelled else 'pixel_accuracy': 100 * float(record.correct.mean(dtype=np.float64)),
         'top5': None if record.top5 is None else 100 * record.top5,
         'mean_macs': float(record.macs.mean()),
@@ -43,6 +44,7 @@ def summary(record: GateRecord, threshold: float = 0.99) -> Dict[str, Any]:
         'gate_density': float(record.open_share.mean()) if gated else None,
         'threshold': threshold if gated else None,
         **(record.counts(threshold)._asdict() if gated else dict.fromkeys(GateCounts._fields)),
+        'layers': {name: counts._asdict() for name, counts in record.counts_by_layer(threshold).items()},
     }
 
 

@@ -8,7 +8,7 @@ ImageNet validation set is about a megabyte larger than one of a few batches.
 Works on every model whose gates follow the protocol of `timm_gated.gates`.
 """
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
@@ -80,6 +80,7 @@ class GateRecord:
         prediction: Predicted class of each input, [N]; -1 for label maps.
         members: Class membership of each label map, packed by `numpy.packbits`, [N, ceil(C / 8)].
         top5: Top-5 accuracy as a share, or None.
+        subset_of: Number of inputs of the whole data set if the record is of a subset, else None.
     """
     layers: Dict[str, int]
     class_names: List[str]
@@ -98,6 +99,7 @@ class GateRecord:
     prediction: np.ndarray
     members: np.ndarray = field(repr=False)
     top5: Optional[float] = None
+    subset_of: Optional[int] = None
 
     @property
     def num_samples(self) -> int:
@@ -274,7 +276,7 @@ class Recorder:
             histogram = self._histogram.cpu().numpy()
             values, indices = (tensor.T.cpu() for tensor in self._best)
             examples = torch.where(values > -torch.inf, indices, -1).numpy()
-        columns = {name: np.array(column) for name, column in self._columns.items()}
+        columns: Dict[str, Any] = {name: np.array(column) for name, column in self._columns.items()}
         columns['members'] = columns['members'].reshape(self._num_samples, -1)
         return GateRecord(
             layers={name: gate.num_gates for name, gate in self._gates},
@@ -328,6 +330,7 @@ def record_gates(
         class_names: Sequence[str],
         step: Callable[[Any], Outcome],
         num_examples: int = 8,
+        subset_of: Optional[int] = None,
 ) -> GateRecord:
     """Run a model over a data set and record its gates.
 
@@ -337,6 +340,7 @@ def record_gates(
         class_names: Names of the classes.
         step: Function that runs the model on a batch and returns the outcome.
         num_examples: Number of inputs to keep per gate.
+        subset_of: Number of inputs of the whole data set if the loader has only some of them.
     """
     model.eval()
     recorder = Recorder(model, class_names, num_examples)
@@ -344,7 +348,7 @@ def record_gates(
         with recorder.batch():
             outcome = step(batch)
         recorder.update(outcome)
-    return recorder.record()
+    return replace(recorder.record(), subset_of=subset_of)
 
 
 def classification_step(

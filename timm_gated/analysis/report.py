@@ -7,15 +7,34 @@ import math
 import os
 import tempfile
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Union
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+import timm
+import torch
 
 from ..loss import Beta, Prior, Snapshots
+from ..version import __version__
+from .answers import (
+    conditional_answer,
+    difficulty_answer,
+    extremes_answer,
+    firing_answer,
+    macs_answer,
+    overview,
+    percent,
+    prior_answer,
+    signed,
+    similarity_answer,
+    specialised_answer,
+    training_answer,
+)
 from .figures import (
+    MAX_STEPS,
     class_similarity_figure,
     firing_figure,
     gate_distribution_figure,
@@ -57,6 +76,8 @@ class ReportOptions:
         prior: Prior of the batch-shaping loss; None without one.
         snapshots: Snapshots of the training run.
         compare: Gate distributions of other models, by name, to draw side by side.
+        dense: Name of a dense network and its `summary` on the same images, to show beside it.
+        command: Command that makes the report.
         threshold: Share of inputs above which a gate counts as always on or off.
         rare: Maximum share of inputs for which a specialised gate may be open.
     """
@@ -70,6 +91,8 @@ class ReportOptions:
     prior: Optional[Prior] = field(default_factory=Beta)
     snapshots: Optional[Snapshots] = None
     compare: Mapping[str, Distribution] = field(default_factory=dict)
+    dense: Optional[Mapping[str, Any]] = None
+    command: str = ''
     threshold: float = 0.99
     rare: float = 0.1
 
@@ -146,8 +169,9 @@ def write_report(
         (made / 'gates.json').write_text(json.dumps(_finite(content), indent=1, allow_nan=False), encoding='utf-8')
         pyarrow.parquet.write_table(_gate_table(record, options.threshold), made / 'gates.parquet')
         pyarrow.parquet.write_table(_sample_table(record), made / 'samples.parquet')
-        about = ', '.join(part for part in (options.model, options.checkpoint, options.data) if part)
-        page = render_page(f'Gates of {options.name}', about, content, sections, pictures)
+        hardness = difficulty_answer(record, difficulty(record))
+        text = overview(content['results'][0], hardness, options.dense)
+        page = render_page(f'Gates of {options.name}', text, content, sections, pictures)
         (made / 'index.html').write_text(page, encoding='utf-8')
         if target.exists():
             os.replace(target, Path(scratch) / 'old')
@@ -182,59 +206,62 @@ def report_sections(
     """
     rare_gates = specialised_gates(record, rare=options.rare)
     classes = _default_classes(similarity) if options.classes is None else options.classes
-    above = f'{options.threshold:.0%}'
+    distributions = {options.name: record.counts_by_layer(options.threshold), **options.compare}
+    numbers = difficulty(record)
     sections = [
         Section(
-            'gate_distribution', 'Always on, conditional, always off',
-            f'A gate is always on (off) if it is on (off) for more than {above} of the images.',
-            gate_distribution_figure({options.name: record.counts_by_layer(options.threshold), **options.compare})),
+            'gate_distribution', 'How many gates are conditional, and where?', conditional_answer(distributions),
+            f'A gate is always on (off) if it is on (off) for more than {percent(options.threshold)} of the images.',
+            gate_distribution_figure(distributions)),
         Section(
-            'firing', 'How often each filter runs',
-            'Filters of each layer from most to least used. Grey: all images, lines: single classes.',
+            'firing', 'How often is each gate open?', firing_answer(record),
+            'Gates of each layer from most to least open. Grey: all images, lines: single classes.' + (
+                f' In layers with more than {MAX_STEPS} gates, a step is the mean of neighbouring gates.'
+                if max(record.layers.values()) > MAX_STEPS else ''),
             firing_figure(record, classes)),
         Section(
-            'specialised', 'Specialised gates',
-            f'Gates that are open for at most {options.rare:.0%} of the images, with the classes that open them most '
-            f'often and the images with the highest logits.',
+            'specialised', 'Do some gates serve only a few images?', specialised_answer(record, options.rare),
+            'The rarest gates of some layers, with the classes that open them most often and the images with the '
+            'highest logits.' if rare_gates else
+            f'A gate is drawn if it is open for at least {record.examples.shape[1]} images; none of these is.',
             specialised_figure(rare_gates, fetch_image) if rare_gates else None),
         Section(
-            'extremes', 'Most and least expensive images', 'Images with the highest and the lowest MACs.',
+            'extremes', 'Which images cost the most, and the least?', extremes_answer(record),
+            'Images with the highest and the lowest MACs.',
             extremes_figure(record, fetch_image)),
-        Section('macs', 'MACs per sample', 'Over all images and by class.', macs_figure(record)),
         Section(
-            'difficulty', 'Do hard images cost more?', _difficulty_text(difficulty(record)),
+            'macs', 'How much do MACs vary?', macs_answer(record),
+            'MACs of all images, and by class. Boxes: quartiles; whiskers: 5 % and 95 % of the images.',
+            macs_figure(record)),
+        Section(
+            'difficulty', 'Do hard images cost more?', difficulty_answer(record, numbers), _difficulty_text(numbers),
             difficulty_figure(record)),
         Section(
-            'class_similarity', 'Do similar classes use similar filters?',
+            'class_similarity', 'Do similar classes use similar gates?',
+            similarity_answer(similarity) if similarity else 'The classes could not be compared.',
             _similarity_text(similarity) if similarity else why_not,
             class_similarity_figure(similarity) if similarity else None),
     ]
     if options.prior is not None:
         sections.append(Section(
-            'prior', 'Batch shaping: gates and their prior',
+            'prior', 'How close are gates to the prior of batch shaping?', prior_answer(record, options.prior),
             'Distribution of σ(logit) of single gates over the data set and the prior of batch shaping. The distance '
             'is the batch-shaping loss of the data set.',
             prior_figure(record, options.prior, options.gates)))
-    if not rare_gates:
-        fires = record.examples.shape[1]
-        sections[2].text = f'No gate is open for at least {fires} and at most {options.rare:.0%} of the images.'
     if options.snapshots is not None:
         recorded = [name for name in options.gates or () if name in options.snapshots.names]
         sections.append(Section(
-            'training', 'Single gates over training',
+            'training', 'How did gates develop over training?', training_answer(options.snapshots),
             'Distribution of σ(logit) of single gates over the training images of each epoch, without noise.',
             gates_over_training_figure(options.snapshots, recorded or None)))
     return sections
 
 
 def _difficulty_text(numbers: Difficulty) -> str:
-    right, wrong = (
-        'none' if macs is None else f'{macs / 1e6:.2f} M' for macs in (numbers.macs_right, numbers.macs_wrong))
-    confidence, correct = (
-        'undefined' if rank is None else f'{rank:.3f}' for rank in (numbers.macs_confidence, numbers.macs_correct))
     return (
-        f'Mean MACs of correct images: {right}, of the others: {wrong}. Rank correlation of MACs with confidence: '
-        f'{confidence}, with correctness: {correct}. Negative values mean that hard images cost more.')
+        'Top: MACs of correct and wrong images. Bottom: mean MACs by confidence. '
+        f'The rank correlation of MACs and correctness is {signed(numbers.macs_correct)}. A negative correlation means '
+        'that hard images cost more.')
 
 
 def _similarity_text(similarity: ClassSimilarity) -> str:
@@ -267,8 +294,11 @@ def _numbers(record: GateRecord, options: ReportOptions, similarity: Optional[Cl
             'accuracy': 100 * record.correct[chosen].mean(dtype=np.float64) if chosen.any() else None,
             'gate_density': record.open_share_by_class[index].mean() if chosen.any() else None})
     result = {'name': options.name, 'model': options.model, 'checkpoint': options.checkpoint, 'data': options.data}
+    result |= summary(record, options.threshold)
+    versions = {'timm-gated': __version__, 'timm': timm.__version__, 'torch': torch.__version__}
     content: Dict[str, Any] = {
-        'results': [{**result, **summary(record, options.threshold)}],
+        'made': {'date': date.today().isoformat(), 'versions': versions, 'command': options.command},
+        'results': [result, options.dense] if options.dense else [result],
         'layers': layers,
         'classes': classes,
         'difficulty': asdict(difficulty(record)),

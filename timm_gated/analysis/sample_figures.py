@@ -15,12 +15,18 @@ from .measures import SpecialisedGate, difficulty, right_inputs, spread_over
 from .record import GateRecord
 from .sources import FetchImage
 
-__all__ = ['difficulty_figure', 'extremes_figure', 'macs_figure', 'specialised_figure']
+__all__ = ['amount', 'difficulty_figure', 'extremes_figure', 'macs_figure', 'specialised_figure']
 
 
 def _unit(macs: np.ndarray) -> tuple:
     """Divisor and prefix of the unit of MACs."""
     return (1e9, 'G') if macs.max() >= 1e9 else (1e6, 'M')
+
+
+def amount(macs: float) -> str:
+    """MACs with their unit."""
+    divisor, unit = _unit(np.array(macs))
+    return f'{macs / divisor:.2f} {unit}'
 
 
 def _show(axis: Any, image: np.ndarray) -> None:
@@ -43,11 +49,12 @@ def specialised_figure(gates: Sequence[SpecialisedGate], fetch_image: FetchImage
     """
     if not gates:
         raise ValueError('no gates to draw; increase `rare` of `specialised_gates`.')
-    figure = Figure(figsize=(WIDTH, 1.15 * len(gates)), layout='constrained')
+    figure = Figure(figsize=(WIDTH, 1.2 * len(gates)), layout='constrained')
     rows = figure.subfigures(len(gates), 1, squeeze=False)[:, 0]
     for row, gate in zip(rows, gates, strict=True):
-        triggers = ', '.join(f'{name} {share:.0%}' for name, share in gate.classes)
-        row.suptitle(f'{gate.name}: {gate.open_share:.1%} of the images; {triggers}', fontsize=8, x=0.01, ha='left')
+        triggers = ', '.join(f'{name} {100 * share:.0f} %' for name, share in gate.classes)
+        name = f'{gate.name}: {100 * gate.open_share:.1f} % of the images'
+        row.suptitle(f'{name}\n{triggers}', fontsize=9, x=0.01, ha='left')
         axes = row.subplots(1, columns, squeeze=False)[0]
         for axis in axes:
             axis.set_axis_off()
@@ -103,15 +110,16 @@ def macs_figure(record: GateRecord, max_classes: int = 20) -> Figure:
     figure = Figure(figsize=(WIDTH, 2.4 + 0.28 * len(chosen)), layout='constrained')
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(1.6, max(0.28 * len(chosen), 0.5)))
     top.hist(macs, bins=50, color='#31688e')
-    top.axvline(macs.mean(), color='#d55e00', label=f'mean {macs.mean():.4g} {unit}, {record.macs_share:.1%} of dense')
+    share = f'{100 * record.macs_share:.1f} % of dense'
+    top.axvline(macs.mean(), color='#d55e00', label=f'mean {macs.mean():.4g} {unit}, {share}')
     top.set_ylabel('images')
-    top.legend(frameon=False, fontsize=8)
+    figure.legend(loc='outside upper center', frameon=False, fontsize=9)
     if chosen:
         bottom.boxplot(
             [groups[k] for k in chosen], orientation='horizontal', whis=(5, 95), showfliers=False, widths=0.6,
             patch_artist=True, boxprops=dict(facecolor='#b5cde0'), medianprops=dict(color='#d55e00'))
         bottom.set_yticks(range(1, len(chosen) + 1), [record.class_names[k] for k in chosen])
-    bottom.set_xlabel(f'{unit} MACs per sample; boxes: quartiles, whiskers: 5 % and 95 %')
+    bottom.set_xlabel(f'{unit} MACs per sample')
     return figure
 
 
@@ -135,15 +143,16 @@ def difficulty_figure(record: GateRecord, bins: int = 10) -> Figure:
                 macs[chosen], edges, weights=np.full(chosen.sum(), 100 / chosen.sum()), histtype='step', color=colour,
                 linewidth=1.5, label=f'{name}: {chosen.sum()} images, mean {macs[chosen].mean():.4g} {unit}')
     top.set(xlabel=f'{unit} MACs per sample', ylabel='% of these images')
-    top.legend(frameon=False, fontsize=8)
+    figure.legend(loc='outside upper center', frameon=False, fontsize=9)
 
     order = np.argsort(record.confidence, kind='stable')
     groups = [group for group in np.array_split(order, bins) if len(group)]
-    x = [float(record.confidence[group].mean()) for group in groups]
+    confidence = [f'{record.confidence[group].mean():.2f}' for group in groups]
     y = np.array([macs[group].mean() for group in groups])
     error = np.array([macs[group].std() / max(len(group) - 1, 1) ** 0.5 for group in groups])
-    bottom.errorbar(x, y, 2 * error, marker='o', color='#31688e', capsize=3)
+    bottom.errorbar(range(len(groups)), y, 2 * error, marker='o', color='#31688e', capsize=3)
     rank = 'none' if numbers.macs_confidence is None else f'{numbers.macs_confidence:.3f}'
     bottom.set_title(f'rank correlation of MACs and confidence: {rank}', fontsize=9)
-    bottom.set(xlabel='confidence (means of groups of equal size)', ylabel=f'{unit} MACs, mean ± 2 s.e.')
+    bottom.set_xticks(range(len(groups)), confidence)
+    bottom.set(xlabel='mean confidence, in groups of equal size', ylabel=f'{unit} MACs, mean ± 2 s.e.')
     return figure

@@ -16,13 +16,15 @@ import torch
 import torch.nn as nn
 from timm.data import create_dataset, create_loader, resolve_data_config
 from timm.models import get_pretrained_cfg, is_model_pretrained, load_checkpoint
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from ..models import check_model_name, check_weights, near_models
 from ..utils import explained
 from .record import Outcome, classification_step
 
 __all__ = [
-    'Data', 'FetchImage', 'create_data', 'create_network', 'find_device', 'note_untrained', 'parse_checkpoint', 'title',
+    'Data', 'FetchImage', 'create_data', 'create_network', 'find_device', 'limit_loader', 'note_untrained',
+    'parse_checkpoint', 'spread_evenly', 'title',
 ]
 
 FetchImage = Callable[[int], np.ndarray]  # from the index of an input to uint8 [H, W, 3]
@@ -133,19 +135,50 @@ class Data:
         class_names: Names of the classes.
         fetch_image: Function that returns an image, resized and cropped for the model, by index.
         step: Function that runs the model on a batch and returns the outcome.
+        subset_of: Number of images of the whole data set if the loader has only some of them, else None.
     """
     loader: Any
     class_names: List[str]
     fetch_image: FetchImage
     step: Callable[[Any], Outcome]
+    subset_of: Optional[int] = None
 
 
-def create_data(network: nn.Module, args: argparse.Namespace) -> Data:
+def spread_evenly(total: int, count: int) -> List[int]:
+    """Indices spread evenly over a data set. In a data set sorted by class, classes keep their shares.
+
+    Args:
+        total: Size of the data set.
+        count: Maximum number of indices.
+    """
+    count = min(count, total)
+    return [index * total // count for index in range(count)]
+
+
+def limit_loader(loader: Any, limit: Optional[int]) -> Tuple[Any, Optional[int]]:
+    """Loader of some images, spread evenly over the data set of another, and the size of that data set.
+
+    Args:
+        loader: Loader in the order of its data set.
+        limit: Maximum number of images. If None or not exceeded, the loader is returned as it is, with None.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f'limit must be at least 1, got {limit}.')
+    total = len(loader.dataset)
+    if limit is None or limit >= total:
+        return loader, None
+    images = Subset(loader.dataset, spread_evenly(total, limit))
+    return DataLoader(
+        images, loader.batch_size, num_workers=loader.num_workers, collate_fn=loader.collate_fn), total
+
+
+def create_data(network: nn.Module, args: argparse.Namespace, limit: Optional[int] = None) -> Data:
     """Create the data set and its loader, with the input size and normalisation of the model.
 
     Args:
         network: Classifier.
         args: Data options of the tools.
+        limit: Maximum number of images, spread evenly over the data set; None for all.
     """
     if args.class_map and not args.class_map.endswith('.txt'):
         raise ValueError(f'--class-map must be a text file (.txt) with one class per line, got {args.class_map}.')
@@ -159,20 +192,22 @@ def create_data(network: nn.Module, args: argparse.Namespace) -> Data:
             input_img_mode='L' if channels == 1 else 'RGB')
     except (RuntimeError, AssertionError, OSError) as error:
         raise ValueError(f'no data in {args.data_dir}, split {args.split}: {error}') from error
-    if isinstance(dataset, torch.utils.data.IterableDataset):
+    if isinstance(dataset, IterableDataset):
         raise ValueError(f"the data set '{args.dataset}' cannot be indexed; use an image folder.")
     loader = create_loader(
         dataset, config['input_size'], args.batch_size, interpolation=config['interpolation'], mean=config['mean'],
         std=config['std'], crop_pct=config['crop_pct'], crop_mode=config['crop_mode'], num_workers=args.workers,
         persistent_workers=False, use_prefetcher=False, device=torch.device('cpu'))
     mean, std = (torch.tensor(config[key]).view(-1, 1, 1) for key in ('mean', 'std'))
+    loader, subset_of = limit_loader(loader, limit)
 
     def fetch_image(index: int) -> np.ndarray:
-        pixels = (dataset[index][0] * std + mean).clamp(0, 1).mul(255).round().byte()
+        pixels = (loader.dataset[index][0] * std + mean).clamp(0, 1).mul(255).round().byte()
         return pixels.expand(3, -1, -1).permute(1, 2, 0).numpy()
 
     class_names = _class_names(dataset, network.num_classes)  # type: ignore[arg-type]
-    return Data(loader, class_names, fetch_image, classification_step(network, len(class_names)))
+    step = classification_step(network, len(class_names))
+    return Data(loader, class_names, fetch_image, step, subset_of)
 
 
 def _check_folder(folder: Optional[str], split: str) -> None:

@@ -7,7 +7,7 @@ import json
 from fnmatch import fnmatchcase
 from itertools import cycle
 from pathlib import Path
-from typing import Dict, List, Mapping, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Sequence, Tuple, Union
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,7 +19,7 @@ from matplotlib.transforms import Bbox
 from .figures import CLASS_COLOURS, WIDTH
 from .published import Point
 
-__all__ = ['group_points', 'load_points', 'trade_off_figure']
+__all__ = ['group_points', 'load_points', 'measured_point', 'trade_off_figure']
 
 RESULT_FILES = ('evaluation.json', 'gates.json')  # looked up in a folder
 
@@ -44,7 +44,7 @@ def load_points(paths: Sequence[Union[str, Path]]) -> List[Point]:
             path = found[0]
         try:
             results = json.loads(path.read_text(encoding='utf-8'))['results']
-            points += [_measured(result) for result in results]
+            points += [measured_point(result) for result in results]
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
                 f'{path} is not a result of `timm-gated evaluate` or `timm-gated analyze`: '
@@ -54,7 +54,8 @@ def load_points(paths: Sequence[Union[str, Path]]) -> List[Point]:
     return points
 
 
-def _measured(result: Dict) -> Point:
+def measured_point(result: Mapping[str, Any]) -> Point:
+    """Point of a result of tools/evaluate.py or a report."""
     accuracy = result['top1'] if 'top1' in result else result['pixel_accuracy']
     series = result['model'] if result['num_gates'] else 'dense'
     return Point(result['name'], series, accuracy, result['mean_macs'], result['macs_share'], 'measured')
@@ -99,7 +100,7 @@ def trade_off_figure(points: Sequence[Point], x: str = 'macs', accuracy: str = '
     def position(point: Point) -> float:
         return ((point.share if x == 'share' else point.macs) or 0) / divisor
 
-    figure = Figure(figsize=(WIDTH, 4.6), layout='constrained')
+    figure = Figure(figsize=(1.2 * WIDTH, 4.6), layout='constrained')
     axis = figure.subplots()
     for colour, ((source, name), members) in zip(cycle(CLASS_COLOURS), series.items(), strict=False):
         members = sorted(members, key=position)

@@ -1,23 +1,26 @@
 """Model cards: description, measured figures, training settings and usage of a model
 
 A card is the `README.md` of a model on the hub, with the metadata that the hub reads. It contains only figures that the
-caller measured.
+caller measured. Its pictures are files beside it: the gates of each layer, and accuracy against MACs.
 """
 import math
 import re
 from pathlib import PurePath
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch.nn as nn
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from .. import analysis
 from ..analysis import GateCounts
 from ..layers import gates
 
-__all__ = ['SOMEWHERE', 'model_card', 'training_settings']
+__all__ = ['PICTURES', 'SOMEWHERE', 'IllustratedCard', 'model_card', 'training_settings']
 
 SOMEWHERE = 'owner/name'  # placeholder in the card of a model that is not on the hub yet
+
+PICTURES = GATES, TRADE_OFF = 'gates.png', 'trade_off.png'  # files beside the card of a folder
 
 _PAPER = 'arXiv:1907.06627'
 _CITATION = """\
@@ -35,6 +38,15 @@ _MACHINE_SETTINGS = {
     'workers'}
 
 
+class IllustratedCard(ModelCard):
+    """Model card with pictures.
+
+    Attributes:
+        pictures: Content of the PNG files that the text refers to, by name. They belong into the folder of the card.
+    """
+    pictures: Dict[str, bytes]
+
+
 def model_card(
         model: nn.Module,
         figures: Optional[Mapping[str, Any]] = None,
@@ -43,8 +55,9 @@ def model_card(
         training: Union[str, Mapping[str, Any]] = '',
         license: str = '',
         tag: str = '',
-) -> ModelCard:
-    """Create the card of a model.
+        others: Sequence[Mapping[str, Any]] = (),
+) -> IllustratedCard:
+    """Create the card of a model, with pictures if the figures have gates or there are other results.
 
     Args:
         model: Model of this package, created by `timm.create_model`.
@@ -54,7 +67,9 @@ def model_card(
         split: Dataset split the figures were measured on.
         training: Training command, or training settings (see `training_settings`).
         license: License of the weights, by default that of the model's config.
-        tag: Tag of the weights if they are part of this package (see `timm_gated.models._registry`).
+        tag: Tag of the weights if they are part of this package (see `timm_gated.models._registry`). The names of the
+            pictures then begin with the name of the model.
+        others: Results of other models on the same data, such as the dense counterpart, to draw accuracy against MACs.
 
     Example:
         >>> card = model_card(model, summary(record), 'uoft-cs/cifar10', 'test', 'python train.py …')
@@ -63,6 +78,7 @@ def model_card(
     cfg: Dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
     name = f'{cfg["architecture"]}.{tag}' if tag else cfg['architecture']
     license = license or cfg.get('license') or ''
+    layers = (figures or {}).get('layers')
     figures = _checked(model, figures or {})
     task = 'image-classification' if model.num_classes else 'image-feature-extraction'
     results = _results(figures, task, dataset, split) if dataset else None
@@ -77,11 +93,13 @@ def model_card(
         eval_results=results,
     )
     kind = 'whose gates decide, for each image, what of it is computed' if gates(model) else 'without gates'
+    pictures, shown = _pictures(name, figures, layers or {}, others, f'{name}.' if tag else '')
     sections = [
         f'# {name}',
         f'`{cfg["architecture"]}` of timm-gated: a residual network {kind}. It is a timm model, and takes images of '
         f'{" × ".join(map(str, cfg["input_size"]))}.',
         '## Figures', _figures(model, figures, f' of {dataset}{f", {split}" if split else ""}' if dataset else ''),
+        *shown,
         '## Use', _block('python', _usage(name if tag else f'hf-hub:{SOMEWHERE}')),
     ]
     if training:
@@ -93,7 +111,9 @@ def model_card(
     links = [f'<https://arxiv.org/abs/{paper.split(":")[1]}>' for paper in papers if paper.startswith('arXiv:')]
     cited = [f'Of the network: {", ".join(links)}. Of gates and batch shaping:'] if links else []
     sections += ['## Citation', *cited, _block('bibtex', _CITATION)]
-    return ModelCard(f'---\n{data.to_yaml()}\n---\n\n' + '\n\n'.join(sections) + '\n')
+    card = IllustratedCard(f'---\n{data.to_yaml()}\n---\n\n' + '\n\n'.join(sections) + '\n')
+    card.pictures = pictures
+    return card
 
 
 def training_settings(args: Mapping[str, Any]) -> Dict[str, Any]:
@@ -123,8 +143,8 @@ def _is_path(value: Any) -> bool:
 def _checked(model: nn.Module, figures: Mapping[str, Any]) -> Dict[str, Any]:
     """Return the known figures; raise a ValueError if they are of another model."""
     numbers = (
-        'num_samples', 'top1', 'top5', 'pixel_accuracy', 'mean_macs', 'dense_macs', 'macs_share', 'parameters',
-        'parameters_used', 'num_gates', 'gate_density', 'threshold', *GateCounts._fields)
+        'num_samples', 'subset_of', 'top1', 'top5', 'pixel_accuracy', 'mean_macs', 'dense_macs', 'macs_share',
+        'parameters', 'parameters_used', 'num_gates', 'gate_density', 'threshold', *GateCounts._fields)
     known = {key: figures[key] for key in numbers if figures.get(key) is not None}
     for key, value in known.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -132,6 +152,9 @@ def _checked(model: nn.Module, figures: Mapping[str, Any]) -> Dict[str, Any]:
     own = {
         'parameters': sum(parameter.numel() for parameter in model.parameters()),
         'num_gates': sum(gate.num_gates for _, gate in gates(model))}
+    layers = {layer: sum(counts.values()) for layer, counts in (figures.get('layers') or {}).items()}
+    if layers and layers != {layer: gate.num_gates for layer, gate in gates(model)}:
+        raise ValueError(f'the figures are of another model, with gates in {", ".join(layers)}. Evaluate this one.')
     for key, value in own.items():
         if key in known and known[key] != value:
             raise ValueError(
@@ -174,11 +197,34 @@ def _figures(model: nn.Module, figures: Mapping[str, Any], data: str) -> str:
     if not figures:
         return f'{table}\n\nNothing else was measured.'
     count = f'{figures["num_samples"]:,} images' if 'num_samples' in figures else 'images'
+    if 'subset_of' in figures:
+        count = f'{figures["num_samples"]:,} of the {figures["subset_of"]:,} images, spread evenly,'
     notes = [f'Measured on {count}{data}.']
     if 'threshold' in figures and min(counts) >= 0:
         share = f'{100 * figures["threshold"]:g} %'
         notes.append(f'A gate is always on, or off, if it is so for more than {share} of them.')
     return f'{table}\n\n{" ".join(notes)}'
+
+
+def _pictures(
+        name: str,
+        figures: Mapping[str, Any],
+        layers: Mapping[str, Mapping[str, int]],
+        others: Sequence[Mapping[str, Any]],
+        prefix: str,
+) -> Tuple[Dict[str, bytes], List[str]]:
+    """Pictures of a card by file name, and the Markdown that shows them."""
+    pictures, shown = {}, []
+    if layers:
+        pictures[f'{prefix}{GATES}'] = analysis.gates_picture(name, layers)
+        shown.append(f'![Always-on, conditional and always-off gates of each layer]({prefix}{GATES})')
+    if figures and others:
+        own = {**figures, 'name': name, 'model': name}
+        pictures[f'{prefix}{TRADE_OFF}'] = analysis.trade_off_picture(own, others)
+        points = ', '.join(
+            f'{other["name"]} {other["top1"]:.2f} % at {other["mean_macs"] / 1e6:.2f} M' for other in (own, *others))
+        shown.append(f'![Top-1 accuracy against mean MACs: {points}]({prefix}{TRADE_OFF})')
+    return pictures, shown
 
 
 def _usage(name: str) -> str:

@@ -24,11 +24,11 @@ from timm.models import save_for_hf
 
 from ..loss import Objective
 from ..models import check_model_args, entry_points, list_gated_models, read_config, storable
-from ..utils import check_new, explained, new_folder
+from ..utils import check_new, explained, new_file, new_folder
 from ..version import __version__
-from .card import SOMEWHERE, model_card
+from .card import PICTURES, SOMEWHERE, model_card
 
-__all__ = ['check_pretrained', 'pull_from_hub', 'push_to_hub', 'save_pretrained']
+__all__ = ['check_pretrained', 'pull_from_hub', 'push_to_hub', 'save_pretrained', 'write_card']
 
 CONFIG_FILE, WEIGHTS_FILE, CARD_FILE = 'config.json', 'model.safetensors', 'README.md'
 
@@ -64,17 +64,36 @@ def save_pretrained(
         if len(label_names) != model.num_classes:
             raise ValueError(f'the model has {model.num_classes} outputs, got {len(label_names)} names for them.')
         config['label_names'] = list(label_names)
-    card = str(model_card(model) if card is None else card)
+    card = model_card(model) if card is None else card
     if not all(tensor.is_contiguous() for tensor in model.state_dict().values()):  # channels last
         model = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
     with new_folder(directory) as partial:
         save_for_hf(model, str(partial), model_config=config, safe_serialization=True)
         _tidy_config(partial / CONFIG_FILE)
-        (partial / CARD_FILE).write_text(card, encoding='utf-8')
+        write_card(partial, card)
         # safetensors makes the file readable only by its owner
         (partial / WEIGHTS_FILE).chmod((partial / CONFIG_FILE).stat().st_mode)
         _check_fit(partial, str(directory))
     return Path(directory)
+
+
+def write_card(directory: Union[str, Path], card: Union[ModelCard, str]) -> None:
+    """Write a card and its pictures into a folder, each file completely or not at all.
+
+    Pictures of a former card are removed.
+
+    Args:
+        directory: Folder of the model.
+        card: Model card.
+    """
+    pictures: Dict[str, bytes] = getattr(card, 'pictures', {})
+    for name, picture in pictures.items():
+        with new_file(Path(directory) / name) as partial:
+            partial.write_bytes(picture)
+    with new_file(Path(directory) / CARD_FILE) as partial:
+        partial.write_text(str(card), encoding='utf-8')
+    for name in set(PICTURES) - pictures.keys():
+        (Path(directory) / name).unlink(missing_ok=True)
 
 
 def _tidy_config(path: Path) -> None:
@@ -121,7 +140,8 @@ def _check_fit(directory: Path, where: str) -> None:
             f"the gated models; use timm's own functions for models of timm.")
     check_model_args(config.get('model_args', {}), path)
     if not (directory / WEIGHTS_FILE).is_file():
-        there = sorted(other.name for other in directory.iterdir() if other.name not in (CONFIG_FILE, CARD_FILE))
+        expected = (CONFIG_FILE, CARD_FILE, *PICTURES)
+        there = sorted(other.name for other in directory.iterdir() if other.name not in expected)
         raise ValueError(
             f'{where} holds no {WEIGHTS_FILE}{f", but {_listed(there)}" if there else ""}. Pickled weights are not '
             f'read: if you trust them, load them yourself and save the model with timm_gated.save_pretrained.')
@@ -214,6 +234,7 @@ def _push(
         if (folder / CARD_FILE).is_file():
             card = (folder / CARD_FILE).read_text(encoding='utf-8').replace(f'hf-hub:{SOMEWHERE}', f'hf-hub:{repo_id}')
             files.append(CommitOperationAdd(CARD_FILE, card.encode()))
+        files += [CommitOperationAdd(name, folder / name) for name in PICTURES if (folder / name).is_file()]
         return api.create_commit(
             repo_id, files, commit_message=commit_message, revision=revision, create_pr=create_pr)
 
@@ -226,8 +247,8 @@ def pull_from_hub(
 ) -> Path:
     """Download a model from the hub as a folder for `timm.create_model('local-dir:…', pretrained=True)`.
 
-    Only config, weights and card are downloaded. The folder is created after the checksums have been compared with the
-    hub's and the model has passed `check_pretrained`. Damaged files are downloaded once more.
+    Only config, weights, card and its pictures are downloaded. The folder is created after the checksums have been
+    compared with the hub's and the model has passed `check_pretrained`. Damaged files are downloaded once more.
 
     Args:
         repo_id: Repository, OWNER/NAME.
@@ -244,8 +265,8 @@ def pull_from_hub(
             commit = api.model_info(repo_id, revision=revision).sha
             for again in (False, True):  # without force_download the client would reuse damaged files from its cache
                 api.snapshot_download(
-                    repo_id, revision=commit, local_dir=partial, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE, CARD_FILE],
-                    force_download=again)
+                    repo_id, revision=commit, local_dir=partial, force_download=again,
+                    allow_patterns=[CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, *PICTURES])
                 damaged = api.verify_repo_checksums(repo_id, revision=commit, local_dir=partial).mismatches
                 if not damaged:
                     break
