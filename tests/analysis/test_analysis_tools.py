@@ -102,7 +102,7 @@ def test_a_limit_keeps_the_shares_of_the_classes(workers, data, checkpoints, tmp
     limited, whole = (create_data(make_net(), args, limit) for limit in (14, 42))
     assert torch.cat([labels for _, labels in limited.loader]).bincount().tolist() == [2] * 7
     assert (limited.fetch_image(3) == whole.fetch_image(9)).all() and whole.subset_of is None
-    assert run_tool('evaluate', *command, '--limit', '0') == 1
+    assert run_tool('evaluate', *command, '--limit', '0') == 2
     assert 'limit must be at least 1, got 0' in capsys.readouterr().err
 
 
