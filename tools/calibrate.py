@@ -39,15 +39,6 @@ if TYPE_CHECKING:
 Result = Dict[str, Any]
 
 
-def some_images(loader: Any, count: int) -> Any:
-    """Loader of a number of images, spread evenly over the data set of another loader."""
-    from torch.utils.data import DataLoader, Subset
-    total = len(loader.dataset)
-    count = min(count, total)
-    chosen = Subset(loader.dataset, [index * total // count for index in range(count)])
-    return DataLoader(chosen, loader.batch_size, num_workers=loader.num_workers)
-
-
 def evaluate(network: nn.Module, calibrated: Calibrated, name: str, args: Namespace) -> Result:
     """Measure a calibrated network on --eval-split."""
     from timm_gated.analysis import create_data, record_gates, summary
@@ -64,7 +55,7 @@ def evaluate(network: nn.Module, calibrated: Calibrated, name: str, args: Namesp
 
 def calibrate_classifier(args: Namespace) -> List[Result]:
     """Calibrate a timm model for each share, and evaluate or save it."""
-    from timm_gated.analysis import check_gated, create_data, create_network, title
+    from timm_gated.analysis import check_gated, create_data, create_network, some_images, title
     from timm_gated.hub import save_pretrained
     from timm_gated.pruning import calibrate
     if not args.model:
@@ -89,7 +80,7 @@ def calibrate_segmentor(args: Namespace) -> List[Result]:
     from mmseg_plugin import pruning  # needs the extra `mmseg`
     from mmseg_plugin.analysis import create_segmentation, load_config
     from mmseg_plugin.backbones import backbone_cfg
-    from timm_gated.analysis import find_device
+    from timm_gated.analysis import find_device, some_images
     if args.eval_split:
         raise ValueError("--eval-split is for timm models; test the config of --output with mmseg's tools/test.py.")
     model, data = create_segmentation(

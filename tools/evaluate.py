@@ -21,15 +21,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import re
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence
 
 from _options import add_data_options, add_model_options, add_threshold_option, format_table, make_parser
+from _speed import dense_counterpart, time_in_turns
 
 if TYPE_CHECKING:
     import torch
@@ -37,20 +36,6 @@ if TYPE_CHECKING:
 
 Result = Dict[str, Any]
 SIDES = {'accelerated': 'accelerated, ms', 'dense': 'dense, ms', 'eager': 'eager, ms'}
-
-
-def dense_counterpart(network: Any) -> Optional[nn.Module]:
-    """Create the dense counterpart of a gated network, with its weights. None if the network has no counterpart."""
-    import timm
-
-    from timm_gated import GatedNet
-    if not isinstance(network, GatedNet):
-        return None
-    args = {**network.dense_args, 'num_classes': network.num_classes}
-    dense = timm.create_model(network.dense_variant, **args).eval()
-    names = dense.state_dict().keys()
-    dense.load_state_dict({name: value for name, value in network.state_dict().items() if name in names}, strict=False)
-    return dense
 
 
 def calibration_images(network: nn.Module, args: argparse.Namespace) -> torch.Tensor:
@@ -84,25 +69,6 @@ def count_int8(fast: nn.Module) -> Dict[str, int]:
     return {
         'int8': sum(isinstance(op, (Int8ConvOp, Int8LinearOp)) for op in ops),
         'all': sum(isinstance(op, ConvOp) for op in ops)}
-
-
-def time_in_turns(sides: Dict[str, nn.Module], images: Sequence[torch.Tensor]) -> Dict[str, float]:
-    """Return the median milliseconds per image of each side at batch 1.
-
-    Each image runs on all sides in random order, so that a disturbance of the machine affects all of them.
-    """
-    import torch
-    order = random.Random(0)
-    times: Dict[str, List[float]] = {name: [] for name in sides}
-    with torch.inference_mode():
-        for image in images:
-            for name in order.sample(list(sides), len(sides)):
-                time.sleep(0.03)  # idle threads of the previous side spin for a while
-                sides[name](image[None])  # warm the caches
-                start = time.perf_counter()
-                sides[name](image[None])
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def measure_speed(

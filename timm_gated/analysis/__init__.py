@@ -11,6 +11,7 @@ Example:
 import importlib
 from typing import TYPE_CHECKING, Any, List
 
+from .neighbours import DecisionRecord, ImageGates, image_gates, record_decisions
 from .record import (
     GateRecord,
     Outcome,
@@ -34,7 +35,17 @@ if TYPE_CHECKING:
     from .published import PUBLISHED, Point
     from .report import ReportOptions, check_target, load_distribution, write_report
     from .sample_figures import FetchImage, difficulty_figure, extremes_figure, macs_figure, specialised_figure
-    from .sources import Data, create_data, create_network, find_device, note_untrained, parse_checkpoint, title
+    from .sources import (
+        Data,
+        Preprocessing,
+        create_data,
+        create_network,
+        find_device,
+        note_untrained,
+        parse_checkpoint,
+        some_images,
+        title,
+    )
     from .tradeoff import group_points, load_points, trade_off_figure
 
 # Names imported on first use, by module
@@ -47,7 +58,8 @@ _LAZY = {
     'report': ('ReportOptions', 'check_target', 'load_distribution', 'write_report'),
     'sample_figures': ('FetchImage', 'difficulty_figure', 'extremes_figure', 'macs_figure', 'specialised_figure'),
     'sources': (
-        'Data', 'create_data', 'create_network', 'find_device', 'note_untrained', 'parse_checkpoint', 'title'),
+        'Data', 'Preprocessing', 'create_data', 'create_network', 'find_device', 'note_untrained', 'parse_checkpoint',
+        'some_images', 'title'),
     'tradeoff': ('group_points', 'load_points', 'trade_off_figure'),
 }
 _MODULES = {name: module for module, names in _LAZY.items() for name in names}
@@ -55,12 +67,15 @@ _MODULES = {name: module for module, names in _LAZY.items() for name in names}
 __all__ = [
     'PUBLISHED',
     'Data',
+    'DecisionRecord',
     'FetchImage',
     'GateCounts',
     'GateRecord',
     'GateStatistics',
+    'ImageGates',
     'Outcome',
     'Point',
+    'Preprocessing',
     'Recorder',
     'ReportOptions',
     'check_gated',
@@ -80,6 +95,7 @@ __all__ = [
     'gate_kinds',
     'gates_over_training_figure',
     'group_points',
+    'image_gates',
     'load_distribution',
     'load_points',
     'macs_figure',
@@ -88,7 +104,9 @@ __all__ = [
     'prior_distance',
     'prior_figure',
     'record_classifier',
+    'record_decisions',
     'record_gates',
+    'some_images',
     'specialised_figure',
     'specialised_gates',
     'summary',
