@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP_FLAGS ?= --quiet --progress-bar off --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test newest oldest alone lock bench example arm sanitize wheel clean
+.PHONY: help demo check test newest oldest alone lock bench example arm browser sanitize wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
@@ -62,6 +62,9 @@ output/example/classify: examples/classify.c $(SOURCES) $(wildcard timm_gated/cs
 arm: .venv/.installed ## test the C library for ARM in an emulator (gcc-aarch64-linux-gnu and qemu-user of Debian)
 	CC='aarch64-linux-gnu-gcc -static' EMULATOR=qemu-aarch64 .venv/bin/python -m pytest -n auto \
 		tests/inference/test_c_library.py tests/inference/test_single_kernels.py
+
+browser: .venv/.installed ## test the explorer's page in Chromium (chromium and chromium-driver of Debian)
+	.venv/bin/python -m pytest tests/browser/check_explore.py
 
 sanitize: .venv/.installed ## run the kernel tests under AddressSanitizer and UBSan
 	.venv/bin/python tools/dev/sanitize_kernels.py -n auto

@@ -21,7 +21,7 @@ class Command(NamedTuple):
 COMMANDS: Dict[str, Command] = {
     'evaluate': Command('evaluate', 'accuracy, MACs, gates and speed of networks'),
     'analyze': Command('analyze_gates', 'report on the gates over a data set', 'analysis'),
-    # 'explore': Command('explore', 'explore the gates in a browser'),
+    'explore': Command('explore', 'explore the gates in a browser'),
     'tradeoff': Command('tradeoff', 'figure of accuracy against MACs', 'analysis'),
     'calibrate': Command('calibrate', 'set the average MACs of a trained network'),
     'prune': Command('prune', 'smaller network without filters that are never used'),

@@ -20,11 +20,9 @@ training split, as the network gets them in evaluation, choose the ranges.
 from __future__ import annotations
 
 import argparse
-import random
 import re
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence
 
@@ -40,6 +38,7 @@ from timm_gated_cli._options import (
     make_parser,
     write_json,
 )
+from timm_gated_cli._speed import dense_counterpart, time_in_turns
 
 if TYPE_CHECKING:
     import torch
@@ -47,20 +46,6 @@ if TYPE_CHECKING:
 
 Result = Dict[str, Any]
 SIDES = {'accelerated': 'accelerated, ms', 'dense': 'dense, ms', 'eager': 'eager, ms'}
-
-
-def dense_counterpart(network: Any) -> Optional[nn.Module]:
-    """Create the dense counterpart of a gated network, with its weights. None if the network has no counterpart."""
-    import timm
-
-    from timm_gated import GatedNet
-    if not isinstance(network, GatedNet):
-        return None
-    args = {**network.dense_args, 'num_classes': network.num_classes}
-    dense = timm.create_model(network.dense_variant, **args).eval()
-    names = dense.state_dict().keys()
-    dense.load_state_dict({name: value for name, value in network.state_dict().items() if name in names}, strict=False)
-    return dense
 
 
 def calibration_images(network: nn.Module, args: argparse.Namespace) -> List[torch.Tensor]:
@@ -95,25 +80,6 @@ def count_int8(fast: nn.Module) -> Dict[str, int]:
         'all': sum(isinstance(op, ConvOp) for op in ops)}
 
 
-def time_in_turns(sides: Dict[str, nn.Module], images: Sequence[torch.Tensor]) -> Dict[str, float]:
-    """Return the median milliseconds per image of each side at batch 1.
-
-    Each image runs on all sides in random order, so that a disturbance of the machine affects all of them.
-    """
-    import torch
-    order = random.Random(0)
-    times: Dict[str, List[float]] = {name: [] for name in sides}
-    with torch.inference_mode():
-        for image in Progress(images, 'times', unit='image'):
-            for name in order.sample(list(sides), len(sides)):
-                time.sleep(0.03)  # idle threads of the previous side spin for a while
-                sides[name](image[None])  # warm the caches
-                start = time.perf_counter()
-                sides[name](image[None])
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def measure_speed(
         network: nn.Module, fast: nn.Module, model: str, dataset: Any, args: argparse.Namespace) -> Result:
     """Time a network on images spread evenly over a data set, and describe the conditions.
@@ -134,7 +100,7 @@ def measure_speed(
     if dense is not None:
         sides['dense'] = accelerated(dense, model, args)
     images = [dataset[index][0] for index in spread_evenly(len(dataset), args.timed_images)]
-    times = time_in_turns(sides, images)
+    times = time_in_turns(sides, Progress(images, 'times', unit='image'))
     part = next(module for module in fast.modules() if isinstance(module, Accelerated))
     return {
         'milliseconds': {name: times.get(name) for name in SIDES}, 'num_images': len(images), 'batch_size': 1,

@@ -11,6 +11,7 @@ Example:
 import importlib
 from typing import TYPE_CHECKING, Any, List
 
+from .neighbours import DecisionRecord, ImageGates, image_gates, record_decisions
 from .record import (
     GateRecord,
     Outcome,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .sources import (
         Data,
         FetchImage,
+        Preprocessing,
         create_data,
         create_network,
         find_device,
@@ -60,8 +62,8 @@ _LAZY = {
     'report': ('ReportOptions', 'check_target', 'load_distribution', 'write_report'),
     'sample_figures': ('difficulty_figure', 'extremes_figure', 'macs_figure', 'specialised_figure'),
     'sources': (
-        'Data', 'FetchImage', 'create_data', 'create_network', 'find_device', 'limit_loader', 'note_untrained',
-        'parse_checkpoint', 'spread_evenly', 'title'),
+        'Data', 'FetchImage', 'Preprocessing', 'create_data', 'create_network', 'find_device', 'limit_loader',
+        'note_untrained', 'parse_checkpoint', 'spread_evenly', 'title'),
     'tradeoff': ('group_points', 'load_points', 'trade_off_figure'),
 }
 _MODULES = {name: module for module, names in _LAZY.items() for name in names}
@@ -69,12 +71,15 @@ _MODULES = {name: module for module, names in _LAZY.items() for name in names}
 __all__ = [
     'PUBLISHED',
     'Data',
+    'DecisionRecord',
     'FetchImage',
     'GateCounts',
     'GateRecord',
     'GateStatistics',
+    'ImageGates',
     'Outcome',
     'Point',
+    'Preprocessing',
     'Recorder',
     'ReportOptions',
     'check_gated',
@@ -95,6 +100,7 @@ __all__ = [
     'gates_over_training_figure',
     'gates_picture',
     'group_points',
+    'image_gates',
     'limit_loader',
     'load_distribution',
     'load_points',
@@ -104,6 +110,7 @@ __all__ = [
     'prior_distance',
     'prior_figure',
     'record_classifier',
+    'record_decisions',
     'record_gates',
     'specialised_figure',
     'specialised_gates',

@@ -14,7 +14,8 @@ import numpy as np
 import timm
 import torch
 import torch.nn as nn
-from timm.data import create_dataset, create_loader, resolve_data_config
+from PIL import Image
+from timm.data import create_dataset, create_loader, create_transform, resolve_data_config
 from timm.models import get_pretrained_cfg, is_model_pretrained, load_checkpoint
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
@@ -23,8 +24,8 @@ from ..utils import explained
 from .record import Outcome, classification_step
 
 __all__ = [
-    'Data', 'FetchImage', 'create_data', 'create_network', 'find_device', 'limit_loader', 'note_untrained',
-    'parse_checkpoint', 'spread_evenly', 'title',
+    'Data', 'FetchImage', 'Preprocessing', 'create_data', 'create_network', 'find_device', 'limit_loader',
+    'note_untrained', 'parse_checkpoint', 'spread_evenly', 'title',
 ]
 
 FetchImage = Callable[[int], np.ndarray]  # from the index of an input to uint8 [H, W, 3]
@@ -126,6 +127,33 @@ def title(network: nn.Module, model: str, name: str = '') -> str:
     return f'{name} ({network.untrained})' if network.untrained else name
 
 
+class Preprocessing:
+    """Preprocessing of single images, the same as that of `create_data`.
+
+    Args:
+        network: Classifier.
+        args: Data options of the tools.
+
+    Attributes:
+        config: Resolved data config of timm.
+        mode: Mode of the images in Pillow, 'RGB' or 'L'.
+    """
+
+    def __init__(self, network: nn.Module, args: argparse.Namespace) -> None:
+        self.config = resolve_data_config(vars(args), model=network)
+        self.mode = 'L' if self.config['input_size'][0] == 1 else 'RGB'
+        self._transform = create_transform(**self.config)
+        self._mean, self._std = (torch.tensor(self.config[key]).view(-1, 1, 1) for key in ('mean', 'std'))
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        return self._transform(image.convert(self.mode))
+
+    def pixels(self, image: torch.Tensor) -> np.ndarray:
+        """The inverse of the normalisation: uint8 [H, W, 3]."""
+        pixels = (image * self._std + self._mean).clamp(0, 1).mul(255).round().byte()
+        return pixels.expand(3, -1, -1).permute(1, 2, 0).numpy()
+
+
 @dataclass
 class Data:
     """Data set and evaluation step of a model.
@@ -184,12 +212,12 @@ def create_data(network: nn.Module, args: argparse.Namespace, limit: Optional[in
         raise ValueError(f'--class-map must be a text file (.txt) with one class per line, got {args.class_map}.')
     if not args.dataset:
         _check_folder(args.data_dir, args.split)
-    config = resolve_data_config(vars(args), model=network)
-    channels = config['input_size'][0]
+    preprocessing = Preprocessing(network, args)
+    config = preprocessing.config
     try:
         dataset = create_dataset(
             args.dataset, root=args.data_dir, split=args.split, class_map=args.class_map,
-            input_img_mode='L' if channels == 1 else 'RGB')
+            input_img_mode=preprocessing.mode)
     except (RuntimeError, AssertionError, OSError) as error:
         raise ValueError(f'no data in {args.data_dir}, split {args.split}: {error}') from error
     if isinstance(dataset, IterableDataset):
@@ -198,12 +226,10 @@ def create_data(network: nn.Module, args: argparse.Namespace, limit: Optional[in
         dataset, config['input_size'], args.batch_size, interpolation=config['interpolation'], mean=config['mean'],
         std=config['std'], crop_pct=config['crop_pct'], crop_mode=config['crop_mode'], num_workers=args.workers,
         persistent_workers=False, use_prefetcher=False, device=torch.device('cpu'))
-    mean, std = (torch.tensor(config[key]).view(-1, 1, 1) for key in ('mean', 'std'))
     loader, subset_of = limit_loader(loader, limit)
 
     def fetch_image(index: int) -> np.ndarray:
-        pixels = (loader.dataset[index][0] * std + mean).clamp(0, 1).mul(255).round().byte()
-        return pixels.expand(3, -1, -1).permute(1, 2, 0).numpy()
+        return preprocessing.pixels(loader.dataset[index][0])
 
     class_names = _class_names(dataset, network.num_classes)  # type: ignore[arg-type]
     step = classification_step(network, len(class_names))
