@@ -3,13 +3,13 @@ PYTHON ?= python3
 PIP_FLAGS ?= --quiet --progress-bar off --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test docs docs-test newest oldest alone lock bench example arm sanitize clean
+.PHONY: help demo check test docs docs-test newest oldest alone lock bench example arm sanitize wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
 
 demo: .venv/.installed ## run the demonstration, into output/demo
-	.venv/bin/python tools/demo.py --output output/demo
+	.venv/bin/timm-gated demo --output output/demo
 
 # Tests that a change is most likely to break
 CORE = tests/utils tests/layers tests/loss $(addprefix tests/,models/test_models.py inference/test_kernels.py \
@@ -56,9 +56,9 @@ lock: ## move constraints.txt, the tested versions, to the newest
 	mv constraints.new constraints.txt
 
 bench: .venv/.installed ## benchmark gated networks against dense runtimes, into output/bench
-	.venv/bin/python tools/benchmark_inference.py --output output/bench
+	.venv/bin/timm-gated bench --output output/bench
 
-SOURCES = $(filter-out %/module.c,$(wildcard timm_gated/csrc/*.c))
+SOURCES = $(wildcard timm_gated/csrc/*.c)
 
 example: output/example/classify .venv/.installed ## build the C example with the compiler alone and compare it with Python
 	.venv/bin/python examples/compare.py $<
@@ -72,10 +72,21 @@ arm: .venv/.installed ## test the C library for ARM in an emulator (gcc-aarch64-
 		tests/inference/test_c_library.py tests/inference/test_single_kernels.py
 
 sanitize: .venv/.installed ## run the kernel tests under AddressSanitizer and UBSan
-	.venv/bin/python tools/sanitize_kernels.py -n auto
+	.venv/bin/python tools/dev/sanitize_kernels.py -n auto
+
+wheel: .venv-build/.installed ## build a source distribution and a wheel with kernels, into dist; needs a compiler
+	rm -rf dist
+	.venv-build/bin/python -m build --no-isolation
+	@! ls dist/*-none-any.whl 2> /dev/null || { echo 'error: no compiler: this wheel has no kernels'; exit 1; }
+	.venv-build/bin/twine check --strict dist/*
+
+.venv-build/.installed: constraints.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt build setuptools twine
+	touch $@
 
 clean: ## remove environments, caches and build products, but not output/ and data/
-	rm -rf .venv .venv-newest .venv-oldest .venv-alone build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-oldest .venv-alone .venv-build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A change to these files rebuilds the environments.

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, List, Optional, Sequence, Tuple
 
-from _bench_networks import Network, create_images, load_images
-from _bench_runtimes import INT8, prepare, prepare_onnx, quantize
-from _options import format_table
 from tqdm import tqdm
+
+from timm_gated_cli._bench_networks import Network, create_images, load_images
+from timm_gated_cli._bench_runtimes import INT8, prepare, prepare_onnx, quantize
+from timm_gated_cli._options import format_table
 
 __all__ = ['Accuracy', 'accuracy_table', 'measure_accuracies']
 

@@ -1,6 +1,6 @@
 """Quantise an ONNX model to int8 with NNCF, for OpenVINO
 
-    python tools/_bench_quantize.py model.onnx images.npy model.xml
+    python -m timm_gated_cli._bench_quantize model.onnx images.npy model.xml
 
 Post-training quantisation with NNCF's default settings, calibrated on the images. The benchmark runs this in a process
 of its own: importing NNCF imports its torch extension, which must not affect the other runtimes.

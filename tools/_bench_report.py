@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence, Tuple
 
-from _bench_runtimes import BASELINES, INT8, is_int8
-from _options import format_table
+from timm_gated_cli._bench_runtimes import BASELINES, INT8, is_int8
+from timm_gated_cli._options import format_table
 
 __all__ = ['Fit', 'LEGEND', 'Row', 'fit_lines', 'fit_table', 'plot', 'table']
 

@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Optional, Sequence
 
-import _bench_quantize
+from timm_gated_cli._options import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ def quantize(onnx_path: Path, images: torch.Tensor) -> Path:
         images_path = onnx_path.with_suffix('.npy')
         np.save(images_path, images.numpy())
         done = subprocess.run(
-            [sys.executable, str(Path(_bench_quantize.__file__)), str(onnx_path), str(images_path), str(path)],
+            [sys.executable, '-m', 'timm_gated_cli._bench_quantize', str(onnx_path), str(images_path), str(path)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env=dict(os.environ, NNCF_CI='1'))  # sends no telemetry
         if done.returncode:
@@ -108,7 +108,10 @@ def prepare(
         return torch.compile(model, dynamic=False)
     backend, isa, *_ = *runtime.split(), None
     if backend in ('torch', 'native'):
-        options = dict(precision='int8', calibration=calibration) if is_int8(runtime) else {}
+        options = {}
+        if is_int8(runtime):
+            images = Progress(calibration.split(1), 'ranges for int8', 'image', leave=False)
+            options = dict(precision='int8', calibration=images)
         return accelerate(model, backend, isa, **options)
     if runtime == 'onnxruntime':
         import onnxruntime

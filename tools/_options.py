@@ -1,18 +1,26 @@
-"""Options and output shared by the tools
+"""Options, output and exit codes shared by the commands
 
-Tools import torch and timm only in the functions that need them, after parsing the command line, so that --help and
+Commands import torch and timm only in the functions that need them, after parsing the command line, so that --help and
 errors in options are immediate. This module imports neither.
 """
 import argparse
 import ast
-from typing import Any, Iterable, Iterator, Sequence
+import json
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 from tqdm import tqdm
 
 __all__ = [
-    'Progress', 'add_data_options', 'add_model_options', 'add_segmentation_options', 'add_threshold_option',
-    'format_table', 'make_parser',
+    'CheckFailed', 'Progress', 'add_data_options', 'add_json_option', 'add_model_options', 'add_segmentation_options',
+    'add_threshold_option', 'execute', 'format_table', 'make_parser', 'write_json',
 ]
+
+
+class CheckFailed(Exception):
+    """A command ran, and its check has a negative result."""
 
 
 class KeyValues(argparse.Action):
@@ -37,19 +45,62 @@ class Progress:
     Args:
         loader: Batches.
         name: Name of the bar.
+        unit: Name of a batch.
+        leave: Whether the bar stays after the pass.
     """
 
-    def __init__(self, loader: Iterable[Any], name: str) -> None:
+    def __init__(self, loader: Iterable[Any], name: str, unit: str = 'batch', leave: bool = True) -> None:
         self.loader = loader
         self.name = name
+        self.unit = unit
+        self.leave = leave
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(tqdm(self.loader, desc=self.name, unit='batch'))
+        return iter(tqdm(self.loader, desc=self.name, unit=self.unit, leave=self.leave))
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    """Create a parser with the docstring of the tool as its description."""
+    """Create a parser with the docstring of the command as its description."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def execute(run: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> int:
+    """Run a command and return its exit code: 0, 1 if its check failed, or 2 if its input is wrong.
+
+    With `--json`, the result is printed to stdout, and the text of the command to stderr.
+
+    Args:
+        run: Function that prints a text and returns a result.
+        args: Parsed command line.
+    """
+    as_json = getattr(args, 'json', False)
+    try:
+        with redirect_stdout(sys.stderr if as_json else sys.stdout):
+            result = run(args)
+    except (CheckFailed, ValueError, OSError) as error:
+        print(f'error: {error}', file=sys.stderr)
+        return 1 if isinstance(error, CheckFailed) else 2
+    if as_json:
+        print(_to_json(result))
+    return 0
+
+
+def add_json_option(parser: argparse._ActionsContainer) -> None:
+    """Add the option that prints results as JSON; `execute` implements it."""
+    parser.add_argument('--json', action='store_true', help='print the results as JSON, and the text to stderr')
+
+
+def write_json(path: Path, result: Any) -> None:
+    """Write a result to a file, completely or not at all."""
+    from timm_gated.utils import new_file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with new_file(path) as partial:
+        partial.write_text(f'{_to_json(result)}\n', encoding='utf-8')
+    print(f'Results: {path}')
+
+
+def _to_json(result: Any) -> str:
+    return json.dumps(result, indent=1, allow_nan=False)
 
 
 def add_model_options(parser: argparse.ArgumentParser, untrained: bool = True) -> None:

@@ -1,8 +1,8 @@
 """Analyse the gates of a model over a data set and write a report
 
-    python tools/analyze_gates.py --model gated_resnet20 --checkpoint model_best.pth.tar \\
+    timm-gated analyze --model gated_resnet20 --checkpoint model_best.pth.tar \\
         --data-dir data/cifar10 --output report
-    python tools/analyze_gates.py --mmseg-config configs/mmseg/pspnet/NAME.py --checkpoint iter_600.pth --output report
+    timm-gated analyze --mmseg-config configs/mmseg/pspnet/NAME.py --checkpoint iter_600.pth --output report
 
 Without a checkpoint, the pretrained weights of the model are analysed, or the weights that the mmseg config loads.
 
@@ -20,11 +20,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Dict, Iterable, List, Optional, Sequence, Tuple
 
-from _options import (
+from timm_gated_cli._options import (
     add_data_options,
     add_model_options,
     add_segmentation_options,
     add_threshold_option,
+    execute,
     make_parser,
 )
 
@@ -85,7 +86,7 @@ def parse_args(argv: Optional[List[str]]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(args: argparse.Namespace) -> Tuple[GateRecord, FetchImage, ReportOptions]:
+def record(args: argparse.Namespace) -> Tuple[GateRecord, FetchImage, ReportOptions]:
     """Record the gates over the data set."""
     from tqdm import tqdm
 
@@ -124,23 +125,19 @@ def run(args: argparse.Namespace) -> Tuple[GateRecord, FetchImage, ReportOptions
         raise ValueError(f"a report of --compare is also called '{options.name}': choose another --name.")
     options.prior = gate_prior(model)
     batches = tqdm(data.loader, desc=options.name, unit='batch')
-    record = record_gates(model, batches, data.class_names, data.step)
-    return record, data.fetch_image, options
+    return record_gates(model, batches, data.class_names, data.step), data.fetch_image, options
+
+
+def run(args: argparse.Namespace) -> None:
+    from timm_gated.analysis import check_target, write_report
+    check_target(args.output, args.overwrite)  # fail early
+    gates, fetch_image, options = record(args)
+    write_report(args.output, gates, fetch_image, options, args.overwrite)
+    print(f'Report: {args.output / "index.html"}')
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    args = parse_args(argv)
-
-    from timm_gated.analysis import check_target, write_report
-    try:
-        check_target(args.output, args.overwrite)  # fail early
-        record, fetch_image, options = run(args)
-        write_report(args.output, record, fetch_image, options, args.overwrite)
-    except ValueError as error:
-        print(f'error: {error}', file=sys.stderr)
-        return 1
-    print(f'Report: {args.output / "index.html"}')
-    return 0
+    return execute(run, parse_args(argv))
 
 
 if __name__ == '__main__':

@@ -13,13 +13,13 @@ depth for ImageNet. pspnet_r50 is mmseg's PSPNet with a ResNet-50, run at batch 
 
 Writes a table, a figure and all timings as JSON to --output.
 
-    python tools/benchmark_inference.py --quick
-    python tools/benchmark_inference.py --networks 34 --keep 0.43 1 --batch-sizes 1 --threads 1
-    python tools/benchmark_inference.py --networks gated_resnet20.bas_c10 pspnet_r50 --isa avx2
-    python tools/benchmark_inference.py --networks 34 --checkpoint model.safetensors --data-dir imagenet
-    python tools/benchmark_inference.py --networks gated_resnet20.bas_c10 --dense-weights cifar_resnet20.e28_c10 \\
+    timm-gated bench --quick
+    timm-gated bench --networks 34 --keep 0.43 1 --batch-sizes 1 --threads 1
+    timm-gated bench --networks gated_resnet20.bas_c10 pspnet_r50 --isa avx2
+    timm-gated bench --networks 34 --checkpoint model.safetensors --data-dir imagenet
+    timm-gated bench --networks gated_resnet20.bas_c10 --dense-weights cifar_resnet20.e28_c10 \\
         --data-dir data/cifar10 --precision int8
-    python tools/benchmark_inference.py --networks 34 --simulate 16 --device cuda
+    timm-gated bench --networks 34 --simulate 16 --device cuda
 """
 from __future__ import annotations
 
@@ -40,12 +40,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
-from _bench_accuracy import accuracy_table, measure_accuracies
-from _bench_networks import PSPNET, Network, PSPNet, find_network, has_mmseg, load_images
-from _bench_report import LEGEND, Row, fit_lines, fit_table, plot, table
-from _bench_runtimes import DENSE_RUNTIMES, INT8, Run, is_int8, limit_onednn, prepare, prepare_onnx, quantize
-from _options import make_parser
 from tqdm import tqdm
+
+from timm_gated_cli._bench_accuracy import accuracy_table, measure_accuracies
+from timm_gated_cli._bench_networks import PSPNET, Network, PSPNet, find_network, has_mmseg, load_images
+from timm_gated_cli._bench_report import LEGEND, Row, fit_lines, fit_table, plot, table
+from timm_gated_cli._bench_runtimes import (
+    DENSE_RUNTIMES,
+    INT8,
+    Run,
+    is_int8,
+    limit_onednn,
+    prepare,
+    prepare_onnx,
+    quantize,
+)
+from timm_gated_cli._options import add_json_option, execute, make_parser
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +110,7 @@ def benchmark_network(
     native = native_runtimes(args, batch_size)
     calibration = load_images(network, args.data_dir, args.calibration_images, seed=1)
     sides: List[Tuple[Row, Run]] = []
+    prepared = tqdm(desc=f'{network.name}, prepared', unit=' runtimes', leave=False)
 
     def add(name: str, model: torch.nn.Module, runtime: str, keep: Optional[float], gmacs: float) -> None:
         path = None
@@ -109,6 +120,7 @@ def benchmark_network(
             path = quantize(path, calibration)
         row = Row(name, network.dense_name, runtime, keep, network.image_size, batch_size, threads, gmacs)
         sides.append((row, functools.partial(prepare(model, runtime, threads, path, calibration), x)))
+        prepared.update()
 
     dense_macs = count_macs(dense, x[:1]).dense / 1e9
     for runtime in (*args.dense_runtimes, *native):
@@ -118,6 +130,7 @@ def benchmark_network(
         macs = count_macs(gated, x).per_sample.double().mean().item() / 1e9
         for runtime in ('masked', 'torch', *native):
             add(network.name, gated, runtime, keep, dense_macs if runtime == 'masked' else macs)
+    prepared.close()
     check_outputs(sides)
     is_fast = batch_size == 1 and not isinstance(network, PSPNet)
     time_in_turns(sides, args.rounds if is_fast else max(5, args.rounds // 4))
@@ -250,7 +263,7 @@ def choose_networks(args: argparse.Namespace) -> List[Network]:
     return list({network.name: network for network in networks}.values())
 
 
-def main(argv: Optional[List[str]] = None) -> int:
+def parse_args(argv: Optional[List[str]]) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument('--quick', action='store_true', help='batch 1, --keep 0.43 0.55 1, 7 rounds, the fastest '
                         'instruction set, no torch.compile, int8 and PSPNet: within three minutes')
@@ -284,6 +297,7 @@ def main(argv: Optional[List[str]] = None) -> int:
                         help='batch size of the simulation (default: 128, as in the paper)')
     parser.add_argument('--device', default='cpu', help='device of the simulation (default: cpu)')
     parser.add_argument('--output', type=Path, default=Path('output/bench'), help='folder for the results')
+    add_json_option(parser)
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f'--rounds must be at least 1, got {args.rounds}.')
@@ -309,17 +323,17 @@ def main(argv: Optional[List[str]] = None) -> int:
     if args.quick:
         args.keep, args.batch_sizes, args.rounds, args.precision = [0.43, 0.55, 1.], [1], 7, ['float32']
         args.dense_runtimes = [runtime for runtime in args.dense_runtimes if runtime not in ('compile', INT8)]
+    return args
+
+
+def run(args: argparse.Namespace) -> Dict[str, Any]:
     limit_onednn(args.isa or ())
 
     import torch
     if args.threads is None:
         args.threads = sorted({1, torch.get_num_threads()})
-    try:
-        args.isa = choose_isa(args.isa, args.quick)
-        networks = choose_networks(args)
-    except ValueError as error:
-        print(f'error: {error}', file=sys.stderr)
-        return 1
+    args.isa = choose_isa(args.isa, args.quick)
+    networks = choose_networks(args)
     weights = 'random (untrained)'
     trained = [args.checkpoint or network.name for network in networks if network.is_trained]
     if trained:
@@ -331,14 +345,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     with tempfile.TemporaryDirectory(dir=args.output) as scratch:
         folder = Path(scratch)
         peaks = {} if args.simulate is not None else fma_peaks()
-        try:
-            with torch.inference_mode():
-                rows = (
-                    simulate(args, networks) if args.simulate is not None else benchmark(args, networks, folder))
-                accuracies = measure_accuracies(args, networks, folder)
-        except ValueError as error:
-            print(f'error: {error}', file=sys.stderr)
-            return 1
+        with torch.inference_mode():
+            rows = simulate(args, networks) if args.simulate is not None else benchmark(args, networks, folder)
+            accuracies = measure_accuracies(args, networks, folder)
         found, fits = machine(args.isa), fit_lines(rows)
         conditions = f'{", ".join(f"{key} {value}" for key, value in found.items())}\nweights: {weights}'
         if peaks:
@@ -350,15 +359,20 @@ def main(argv: Optional[List[str]] = None) -> int:
         if fits:
             summary += f'\n{fit_table(fits)}'
         (folder / 'table.txt').write_text(summary)
-        (folder / 'results.json').write_text(json.dumps(dict(
+        results = dict(
             machine=found, weights=weights, fma_peaks=peaks, fits=[asdict(fit) for fit in fits],
             accuracies=[asdict(accuracy) for accuracy in accuracies],
-            rows=[dict(asdict(row), ms=row.ms, share_of_peak=row.share_of_peak(peaks)) for row in rows]), indent=1))
+            rows=[dict(asdict(row), ms=row.ms, share_of_peak=row.share_of_peak(peaks)) for row in rows])
+        (folder / 'results.json').write_text(json.dumps(results, indent=1))
         plot(rows, fits, weights, folder / 'speed.png')
         for name in ('table.txt', 'results.json', 'speed.png'):
             os.replace(folder / name, args.output / name)
     print(f'{summary}\nFigure and timings: {args.output}')
-    return 0
+    return results
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    return execute(run, parse_args(argv))
 
 
 if __name__ == '__main__':

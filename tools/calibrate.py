@@ -1,34 +1,36 @@
 """Set the average MACs of a trained gated network, without training, by shifting the thresholds of its gates
 
-    python tools/calibrate.py --model gated_resnet20.bas_c10 --data-dir data/cifar10 --split train --crop-pct 0.8 \\
+    timm-gated calibrate --model gated_resnet20.bas_c10 --data-dir data/cifar10 --split train --crop-pct 0.8 \\
         --share 0.6 --output calibrated
-    python tools/calibrate.py --model gated_resnet20.bas_c10 --data-dir data/cifar10 --split train --crop-pct 0.8 \\
+    timm-gated calibrate --model gated_resnet20.bas_c10 --data-dir data/cifar10 --split train --crop-pct 0.8 \\
         --eval-split validation --share 1 0.9 0.8 0.7 0.6 0.5 0.4 --results sweep.json
-    python tools/calibrate.py --mmseg-config gated-pspnet.py --checkpoint iter_600.pth --share 0.6 --output calibrated
+    timm-gated calibrate --mmseg-config gated-pspnet.py --checkpoint iter_600.pth --share 0.6 --output calibrated
 
 Without a checkpoint, the pretrained weights are calibrated, or the weights that the mmseg config loads. The images are
 spread evenly over --split; segmentors use their test_dataloader. --crop-pct 0.8 cuts the border that
-tools/prepare_cifar10.py adds to training images.
+`timm-gated prepare-cifar10` adds to training images.
 
---eval-split measures each calibrated network on a split, and --results writes the figures; tools/tradeoff.py draws
+--eval-split measures each calibrated network on a split, and --results writes the figures; `timm-gated tradeoff` draws
 them. Load the folder of --output with timm.create_model('local-dir:DIR', pretrained=True); for an mmseg config, it
 holds a config and weights for mmseg.
 """
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
-from _options import (
+from timm_gated_cli._options import (
     Progress,
     add_data_options,
+    add_json_option,
     add_model_options,
     add_segmentation_options,
+    execute,
     format_table,
     make_parser,
+    write_json,
 )
 
 if TYPE_CHECKING:
@@ -48,6 +50,14 @@ def some_images(loader: Any, count: int) -> Any:
     return DataLoader(chosen, loader.batch_size, num_workers=loader.num_workers)
 
 
+def figures(calibrated: Calibrated) -> Result:
+    """Figures of a calibration."""
+    return {
+        'target': calibrated.target, 'calibrated_share': calibrated.share, 'share_before': calibrated.before,
+        'possible_shares': list(calibrated.possible), 'dense_macs': calibrated.dense_macs,
+        'calibrated_on': calibrated.num_samples, 'num_passes': calibrated.num_passes}
+
+
 def evaluate(network: nn.Module, calibrated: Calibrated, name: str, args: Namespace) -> Result:
     """Measure a calibrated network on --eval-split."""
     from timm_gated.analysis import create_data, record_gates, summary
@@ -57,9 +67,7 @@ def evaluate(network: nn.Module, calibrated: Calibrated, name: str, args: Namesp
     record = record_gates(calibrated.model, batches, data.class_names, data.step)
     return {
         'name': name, 'model': name, 'checkpoint': args.checkpoint, 'untrained': network.untrained,
-        'data': f'{args.data_dir}, {args.eval_split}', **summary(record), 'target': calibrated.target,
-        'calibrated_share': calibrated.share, 'calibrated_on': calibrated.num_samples,
-        'num_passes': calibrated.num_passes}
+        'data': f'{args.data_dir}, {args.eval_split}', **summary(record), **figures(calibrated)}
 
 
 def calibrate_classifier(args: Namespace) -> List[Result]:
@@ -79,6 +87,8 @@ def calibrate_classifier(args: Namespace) -> List[Result]:
         if args.eval_split:
             name = f'{title(network, args.model, args.name or Path(args.checkpoint).stem)}, by {args.by}'
             results.append(evaluate(network, calibrated, name, args))
+        else:
+            results.append(figures(calibrated))
         if args.output:
             save_pretrained(calibrated.model, args.output, data.class_names)
     return results
@@ -98,12 +108,14 @@ def calibrate_segmentor(args: Namespace) -> List[Result]:
         backbone_cfg(model.backbone)  # fail early if it cannot be saved
     images = some_images(data.loader, args.images)
     images.collate_fn = data.loader.collate_fn
+    results = []
     for share in args.share:
         calibrated = pruning.calibrate(model, Progress(images, f'{share:.1%}'), share, args.by, args.tolerance)
         print(calibrated)
+        results.append(figures(calibrated))
         if args.output:
             pruning.save(calibrated.model, load_config(args.mmseg_config, args.cfg_options), args.output)
-    return []
+    return results
 
 
 def table(results: List[Result]) -> str:
@@ -121,6 +133,7 @@ def parse_args(argv: Optional[List[str]]) -> Namespace:
     parser.add_argument('--output', type=Path, metavar='DIR', help='new folder for the calibrated network')
     parser.add_argument('--results', type=Path, metavar='FILE', help='JSON file for the figures of --eval-split')
     parser.add_argument('--name', default='', help='name of the network in the figures (default: model or checkpoint)')
+    add_json_option(parser)
     group = parser.add_argument_group('calibration')
     group.add_argument(
         '--share', nargs='+', type=float, default=[0.6], metavar='X',
@@ -151,28 +164,22 @@ def parse_args(argv: Optional[List[str]]) -> Namespace:
     return args
 
 
-def main(argv: Optional[List[str]] = None) -> int:
-    args = parse_args(argv)
-
-    from timm_gated.utils import check_new, new_file
-    try:
-        if args.output:
-            check_new(args.output)  # fail early
-        results = calibrate_segmentor(args) if args.mmseg_config else calibrate_classifier(args)
-    except ValueError as error:
-        print(f'error: {error}', file=sys.stderr)
-        return 1
-    if results:
+def run(args: Namespace) -> Dict[str, List[Result]]:
+    from timm_gated.utils import check_new
+    if args.output:
+        check_new(args.output)  # fail early
+    results = calibrate_segmentor(args) if args.mmseg_config else calibrate_classifier(args)
+    if args.eval_split:
         print(table(results))
     if args.results:
-        args.results.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(args.results) as partial:
-            text = json.dumps({'results': results}, indent=1, allow_nan=False)
-            partial.write_text(f'{text}\n', encoding='utf-8')
-        print(f'Results: {args.results}')
+        write_json(args.results, {'results': results})
     if args.output:
         print(f'Calibrated network: {args.output}')
-    return 0
+    return {'results': results}
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    return execute(run, parse_args(argv))
 
 
 if __name__ == '__main__':

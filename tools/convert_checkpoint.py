@@ -1,16 +1,17 @@
 """Convert a checkpoint between timm's gated ResNets and mmseg's gated backbones
 
-    python tools/convert_checkpoint.py --to mmseg gated_resnet50.pth backbone.pth
-    python tools/convert_checkpoint.py --to timm iter_150000.pth gated_resnet50.safetensors
+    timm-gated convert --to mmseg gated_resnet50.pth backbone.pth
+    timm-gated convert --to timm iter_150000.pth gated_resnet50.safetensors
 
 The target is a bare state dict: of a backbone, for `init_cfg=dict(type='Pretrained', checkpoint=…)`, or of a timm model
 without its classifier. Only tensors are read from the source. The target is written only when complete.
 """
+import argparse
 import sys
 from pathlib import Path
 from typing import List, Optional
 
-from _options import make_parser
+from timm_gated_cli._options import execute, make_parser
 
 
 def convert(source: Path, target: Path, to: str, overwrite: bool = False) -> int:
@@ -46,20 +47,18 @@ def convert(source: Path, target: Path, to: str, overwrite: bool = False) -> int
     return len(out)
 
 
+def run(args: argparse.Namespace) -> None:
+    count = convert(args.source, args.target, args.to, args.overwrite)
+    print(f'Wrote {count} tensors for {args.to} to {args.target}')
+
+
 def main(argv: Optional[List[str]] = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument('source', type=Path, help='checkpoint to convert (.pth, .pth.tar or .safetensors)')
     parser.add_argument('target', type=Path, help='file to write (.pth or .safetensors)')
     parser.add_argument('--to', choices=('mmseg', 'timm'), required=True, help='format of the target')
     parser.add_argument('--overwrite', action='store_true', help='replace an existing target')
-    args = parser.parse_args(argv)
-    try:
-        count = convert(args.source, args.target, args.to, args.overwrite)
-    except ValueError as error:
-        print(f'error: {error}', file=sys.stderr)
-        return 1
-    print(f'Wrote {count} tensors for {args.to} to {args.target}')
-    return 0
+    return execute(run, parser.parse_args(argv))
 
 
 if __name__ == '__main__':

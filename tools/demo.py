@@ -7,17 +7,19 @@ distribution of the gates over training.
 Batch shaping first matches every gate to the paper's Beta(0.6, 0.4) prior, so that filters become conditional. The L0
 loss then closes the gates that the task does not need.
 
-    python tools/demo.py --output output/demo
-    python tools/demo.py --epochs 60 --gamma 0.02
+    timm-gated demo --output output/demo
+    timm-gated demo --epochs 60 --gamma 0.02
 """
 from __future__ import annotations
 
+import argparse
 import os
+import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Tuple
 
-from _options import format_table, make_parser
+from timm_gated_cli._options import add_json_option, execute, format_table, make_parser
 
 if TYPE_CHECKING:
     import numpy as np
@@ -166,7 +168,7 @@ def plot(history: List[Evaluation], losses: GateLosses, path: Path) -> None:
     fig.savefig(path, dpi=150)
 
 
-def main(argv: Optional[List[str]] = None) -> None:
+def parse_args(argv: Optional[List[str]]) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument('--output', type=Path, default=Path('output/demo'), help='folder for the figure and the table')
     parser.add_argument('--epochs', type=int, default=30, help='training epochs per model (default: %(default)s)')
@@ -174,10 +176,14 @@ def main(argv: Optional[List[str]] = None) -> None:
         '--gamma', type=float, default=0.01, help='weight of the L0 loss, summed over gates (default: %(default)s)')
     parser.add_argument('--batch-size', type=int, default=64)
     parser.add_argument('--seed', type=int, default=0)
+    add_json_option(parser)
     args = parser.parse_args(argv)
     if args.epochs < 3:
         parser.error(f'--epochs must be at least 3 (batch shaping, then L0), got {args.epochs}.')
+    return args
 
+
+def run(args: argparse.Namespace) -> Dict[str, Dict[str, Any]]:
     loaders = digits(args.batch_size, args.seed)
     third = args.epochs / 3
     _, dense = train('cifar_resnet20', loaders, args.epochs, args.seed)
@@ -185,7 +191,8 @@ def main(argv: Optional[List[str]] = None) -> None:
         'gated_resnet20', loaders, args.epochs, args.seed,
         lam=0.75, lam_epochs=(0, third), gamma=args.gamma, gamma_epochs=(third, 2 * third), gamma_reduction='sum')
 
-    summary = table({'dense ResNet-20': dense[-1], 'gated ResNet-20': gated[-1]})
+    results = {'dense ResNet-20': dense[-1], 'gated ResNet-20': gated[-1]}
+    summary = table(results)
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.output) as scratch:
         plot(gated, model.gate_losses, Path(scratch) / 'gates.png')
@@ -193,7 +200,16 @@ def main(argv: Optional[List[str]] = None) -> None:
         for name in ('gates.png', 'table.txt'):
             os.replace(Path(scratch) / name, args.output / name)
     print(f'\n{summary}\n\nFigure: {args.output / "gates.png"}')
+    return {
+        name: {
+            'accuracy': result.accuracy, 'dense_macs': result.dense_macs, 'mean_macs': result.mean_macs,
+            'gates': result.counts and result.counts._asdict()}
+        for name, result in results.items()}
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    return execute(run, parse_args(argv))
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(main())

@@ -1,15 +1,15 @@
 """Evaluate gated and dense models: accuracy, MACs, parameters used and gates, as a table and JSON
 
-    python tools/evaluate.py --model gated_resnet20.bas_c10 --data-dir data/cifar10
-    python tools/evaluate.py --model gated_resnet20 --checkpoint runs/*/model_best.pth.tar --data-dir data/cifar10
-    python tools/evaluate.py --model gated_resnet20 --checkpoint gated.pth cifar_resnet20=dense.pth \\
+    timm-gated evaluate --model gated_resnet20.bas_c10 --data-dir data/cifar10
+    timm-gated evaluate --model gated_resnet20 --checkpoint runs/*/model_best.pth.tar --data-dir data/cifar10
+    timm-gated evaluate --model gated_resnet20 --checkpoint gated.pth cifar_resnet20=dense.pth \\
         --data-dir data/cifar10 --output runs/evaluation.json
-    python tools/evaluate.py --model gated_resnet20.bas_c10 --pretrained --data-dir data/cifar10 --accelerate
-    python tools/evaluate.py --model gated_resnet20.bas_c10 --data-dir data/cifar10 --accelerate --precision int8 \\
+    timm-gated evaluate --model gated_resnet20.bas_c10 --pretrained --data-dir data/cifar10 --accelerate
+    timm-gated evaluate --model gated_resnet20.bas_c10 --data-dir data/cifar10 --accelerate --precision int8 \\
         --calibration-crop-pct 0.8
 
 A checkpoint belongs to --model unless it is written as MODEL=FILE. Without one, the pretrained weights of --model are
-evaluated. tools/tradeoff.py draws the JSON file.
+evaluated. `timm-gated tradeoff` draws the JSON file.
 
 --accelerate also runs each network through `timm_gated.accelerate`, on the CPU. It adds the accuracy of the accelerated
 network, the number of images whose prediction differs, the share of equal gate decisions, the number of convolutions
@@ -20,7 +20,6 @@ training split, as the network gets them in evaluation, choose the ranges.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import statistics
@@ -29,7 +28,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence
 
-from _options import add_data_options, add_model_options, add_threshold_option, format_table, make_parser
+from timm_gated_cli._options import (
+    Progress,
+    add_data_options,
+    add_json_option,
+    add_model_options,
+    add_threshold_option,
+    execute,
+    format_table,
+    make_parser,
+    write_json,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -53,23 +62,23 @@ def dense_counterpart(network: Any) -> Optional[nn.Module]:
     return dense
 
 
-def calibration_images(network: nn.Module, args: argparse.Namespace) -> torch.Tensor:
-    """Images of the training split, spread evenly, as the network gets them in evaluation."""
-    import torch
-
+def calibration_images(network: nn.Module, args: argparse.Namespace) -> List[torch.Tensor]:
+    """Batches of one image of the training split, spread evenly, as the network gets them in evaluation."""
     from timm_gated.analysis import create_data
     options = {**vars(args), 'split': args.calibration_split}
     if args.calibration_crop_pct is not None:
         options['crop_pct'] = args.calibration_crop_pct
     dataset = create_data(network, argparse.Namespace(**options)).loader.dataset
     count = min(args.calibration_images, len(dataset))
-    return torch.stack([dataset[index * len(dataset) // count][0] for index in range(count)])
+    return [dataset[index * len(dataset) // count][0][None] for index in range(count)]
 
 
 def accelerated(network: nn.Module, model: str, args: argparse.Namespace) -> nn.Module:
     """Accelerate a network. Raise a ValueError that names the model if that is not possible."""
     from timm_gated import accelerate
-    calibration = calibration_images(network, args) if args.precision == 'int8' else None
+    calibration = None
+    if args.precision == 'int8':
+        calibration = Progress(calibration_images(network, args), 'ranges for int8', unit='image')
     try:
         return accelerate(network, precision=args.precision, calibration=calibration)
     except (ValueError, RuntimeError) as error:
@@ -95,7 +104,7 @@ def time_in_turns(sides: Dict[str, nn.Module], images: Sequence[torch.Tensor]) -
     order = random.Random(0)
     times: Dict[str, List[float]] = {name: [] for name in sides}
     with torch.inference_mode():
-        for image in images:
+        for image in Progress(images, 'times', unit='image'):
             for name in order.sample(list(sides), len(sides)):
                 time.sleep(0.03)  # idle threads of the previous side spin for a while
                 sides[name](image[None])  # warm the caches
@@ -230,11 +239,12 @@ def speed_table(results: Sequence[Result]) -> str:
         f'dense: accelerated dense counterpart; eager: the network in torch.\n\n{format_table(rows)}')
 
 
-def main(argv: Optional[List[str]] = None) -> int:
+def parse_args(argv: Optional[List[str]]) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument(
         '--checkpoint', nargs='+', default=[''], metavar='[MODEL=]FILE', help='weights to evaluate')
     parser.add_argument('--output', type=Path, metavar='FILE', help='JSON file for the results')
+    add_json_option(parser)
     add_threshold_option(parser)
     parser.add_argument(
         '--accelerate', action='store_true', help='also run and time the accelerated networks, on the CPU')
@@ -252,7 +262,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         help='split of these images (default: %(default)s)')
     parser.add_argument(
         '--calibration-crop-pct', type=float, metavar='X',
-        help='centre crop fraction of these images (default: as in evaluation); 0.8 for those of prepare_cifar10.py, '
+        help='centre crop fraction of these images (default: as in evaluation); 0.8 for those of prepare-cifar10, '
         'which are padded')
     add_model_options(parser)
     add_data_options(parser)
@@ -267,25 +277,23 @@ def main(argv: Optional[List[str]] = None) -> int:
         args.device = args.device or 'cpu'
         if args.device.partition(':')[0] != 'cpu':
             parser.error(f'--accelerate runs on the CPU, got --device {args.device}. Give --device cpu.')
+    return args
 
+
+def run(args: argparse.Namespace) -> Result:
     from timm_gated.analysis import check_threshold
-    from timm_gated.utils import new_file
-    try:
-        check_threshold(args.threshold)
-        results = [evaluate(text, args) for text in args.checkpoint]
-    except ValueError as error:
-        print(f'error: {error}', file=sys.stderr)
-        return 1
-    print(table(results))
+    check_threshold(args.threshold)
+    results = {'results': [evaluate(text, args) for text in args.checkpoint]}
+    print(table(results['results']))
     if args.accelerate:
-        print(f'\n{speed_table(results)}')
+        print(f'\n{speed_table(results["results"])}')
     if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(args.output) as partial:
-            text = json.dumps({'results': results}, indent=1, allow_nan=False)
-            partial.write_text(f'{text}\n', encoding='utf-8')
-        print(f'Results: {args.output}')
-    return 0
+        write_json(args.output, results)
+    return results
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    return execute(run, parse_args(argv))
 
 
 if __name__ == '__main__':

@@ -1,13 +1,13 @@
 """Export a network to ONNX or torch.export and check the file
 
-    python tools/export_onnx.py --model gated_resnet20 --checkpoint gated.pth --output gated.onnx
-    python tools/export_onnx.py --model local-dir:pruned --output pruned.onnx --compare gated.onnx
-    python tools/export_onnx.py --model gated_resnet20 --checkpoint gated.pth --output gated.pt2
-    python tools/export_onnx.py --model gated_resnet20 --checkpoint gated.pth --output gated.onnx --conditional
+    timm-gated export --model gated_resnet20 --checkpoint gated.pth --output gated.onnx
+    timm-gated export --model local-dir:pruned --output pruned.onnx --compare gated.onnx
+    timm-gated export --model gated_resnet20 --checkpoint gated.pth --output gated.pt2
+    timm-gated export --model gated_resnet20 --checkpoint gated.pth --output gated.onnx --conditional
 
 Without a checkpoint, the pretrained weights are exported. The batch size is dynamic. The file is deleted if its outputs
 differ from torch's by more than 1e-4. --compare times other ONNX files against this one. An exported gated network
-computes all filters and masks them; prune or specialize it first (tools/prune.py) to make it faster, or give
+computes all filters and masks them; prune or specialize it first (`timm-gated prune`) to make it faster, or give
 --conditional: the file then computes only open filters in ONNX Runtime, and is timed against the masked network and
 against the dense one, all gates open. The images are noise, for which gates may decide differently than for real ones.
 """
@@ -19,9 +19,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from _options import add_model_options, make_parser
+from timm_gated_cli._options import CheckFailed, Progress, add_json_option, add_model_options, execute, make_parser
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,13 +49,14 @@ def load(args: argparse.Namespace) -> Tuple[nn.Module, str]:
     return network, title(network, model, Path(checkpoint).name)
 
 
-def export(network: nn.Module, name: str, args: argparse.Namespace) -> str:
-    """Export and check a network; returns a summary."""
+def export(network: nn.Module, name: str, args: argparse.Namespace) -> float:
+    """Export and check a network; returns the largest difference of its outputs."""
     import torch
 
     from timm_gated.inference import export_onnx, export_program, onnx_difference
     size = input_size(network, args)
     images = torch.randn(3, *size, generator=torch.Generator().manual_seed(0)).to(next(network.parameters()).device)
+    print(f'Exporting {name}: this may take a minute.', file=sys.stderr)
     unchecked = args.output.with_name(f'.{args.output.stem}.unchecked{args.output.suffix}')
     try:
         if args.output.suffix == '.pt2':
@@ -68,14 +69,15 @@ def export(network: nn.Module, name: str, args: argparse.Namespace) -> str:
             difference = onnx_difference(unchecked, network, images)
             runtime = f'ONNX Runtime, opset {args.opset}'
         if difference > TOLERANCE:
-            raise ValueError(
+            raise CheckFailed(
                 f'outputs differ by {difference:.2g} in {runtime}, more than {TOLERANCE}; the file was deleted.')
         unchecked.replace(args.output)
     finally:
         unchecked.unlink(missing_ok=True)
-    return (
+    print(
         f'{args.output}: {name}, {args.output.stat().st_size / 1e6:.2f} MB, batches of any size, '
         f'outputs differ by {difference:.1e} ({runtime})')
+    return difference
 
 
 def input_size(network: nn.Module, args: argparse.Namespace) -> Tuple[int, ...]:
@@ -94,13 +96,13 @@ def export_baselines(network: nn.Module, args: argparse.Namespace, folder: Path)
     return {'masked': masked, 'dense': dense}
 
 
-def share_of_macs(network: nn.Module, args: argparse.Namespace) -> str:
-    """Describe the MACs of a gated network on the images that `time_files` uses."""
+def share_of_macs(network: nn.Module, args: argparse.Namespace) -> float:
+    """Share of the MACs that a gated network uses on the images of `time_files`."""
     import torch
 
     from timm_gated import count_macs
     images = torch.from_numpy(noise(args.batch_size, input_size(network, args)))
-    return f'{count_macs(network, images.to(next(network.parameters()).device)).share:.0%} of the MACs'
+    return float(count_macs(network, images.to(next(network.parameters()).device)).share)
 
 
 def noise(batch_size: int, size: Sequence[int]) -> np.ndarray:
@@ -127,7 +129,7 @@ def time_files(files: Mapping[str, Path], batch_size: int, threads: int, rounds:
         entry = session.get_inputs()[0]
         runs[name] = session, {entry.name: noise(batch_size, entry.shape[1:])}
     times: Dict[str, List[float]] = {name: [] for name in files}
-    for turn in range(rounds + 3):
+    for turn in Progress(range(rounds + 3), 'times', unit='round'):
         for name, (session, feed) in runs.items():
             start = time.perf_counter()
             session.run(None, feed)
@@ -136,22 +138,25 @@ def time_files(files: Mapping[str, Path], batch_size: int, threads: int, rounds:
     return times
 
 
-def compare(network: nn.Module, args: argparse.Namespace) -> None:
-    """Print the times of the exported file, of its baselines and of other files."""
+def compare(network: nn.Module, args: argparse.Namespace) -> Dict[str, Any]:
+    """Print and return the times of the exported file, of its baselines and of other files."""
     files = {str(args.output): args.output}
+    result: Dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         if args.conditional:
             files.update(export_baselines(network, args, Path(folder)))
-            print(f'{args.output}: conditional, {share_of_macs(network, args)}')
+            result['macs_share'] = share_of_macs(network, args)
+            print(f'{args.output}: conditional, {result["macs_share"]:.0%} of the MACs')
         files.update((str(file), file) for file in args.compare)
         times = time_files(files, args.batch_size, args.threads, args.rounds)
-    own = statistics.median(times[str(args.output)])
-    for name, values in times.items():
-        median = statistics.median(values)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    own = medians[str(args.output)]
+    for name, median in medians.items():
         print(f'{name}: {median:.3f} ms, batch {args.batch_size}, {args.threads} thread(s); {median / own:.2f} x')
+    return {**result, 'milliseconds': medians, 'batch_size': args.batch_size, 'threads': args.threads}
 
 
-def main(argv: Optional[List[str]] = None) -> int:
+def parse_args(argv: Optional[List[str]]) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument('--checkpoint', default='', metavar='[MODEL=]FILE', help='weights of the model')
     parser.add_argument('--output', type=Path, required=True, metavar='FILE', help='file to write, .onnx or .pt2')
@@ -166,20 +171,24 @@ def main(argv: Optional[List[str]] = None) -> int:
         '--batch-size', '-b', type=int, default=1, metavar='N', help='for timing (default: %(default)s)')
     parser.add_argument('--threads', type=int, default=1, metavar='N', help='for timing (default: %(default)s)')
     parser.add_argument('--rounds', type=int, default=200, metavar='N', help='for timing (default: %(default)s)')
+    add_json_option(parser)
     add_model_options(parser)
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> Dict[str, Any]:
     missing = [file for file in args.compare if not file.is_file()]
-    try:
-        if missing:
-            raise ValueError(f'--compare: no file {missing[0]}.')
-        network, name = load(args)
-        print(export(network, name, args))
-    except ValueError as error:
-        print(f'error: {error}', file=sys.stderr)
-        return 1
+    if missing:
+        raise ValueError(f'--compare: no file {missing[0]}.')
+    network, name = load(args)
+    result = {'file': str(args.output), 'name': name, 'difference': export(network, name, args)}
     if args.compare or args.conditional:
-        compare(network, args)
-    return 0
+        result.update(compare(network, args))
+    return result
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    return execute(run, parse_args(argv))
 
 
 if __name__ == '__main__':

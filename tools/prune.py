@@ -1,10 +1,10 @@
 """List dead and always-on filters and the savings of pruning; with --output, save the pruned network
 
-    python tools/prune.py --model gated_resnet20 --checkpoint gated.pth --data-dir data/cifar10
-    python tools/prune.py --model gated_resnet20 --checkpoint gated.pth --data-dir data/cifar10 --output pruned
-    python tools/prune.py --model gated_resnet20 --checkpoint gated.pth --data-dir data/cifar10 --output pets \\
+    timm-gated prune --model gated_resnet20 --checkpoint gated.pth --data-dir data/cifar10
+    timm-gated prune --model gated_resnet20 --checkpoint gated.pth --data-dir data/cifar10 --output pruned
+    timm-gated prune --model gated_resnet20 --checkpoint gated.pth --data-dir data/cifar10 --output pets \\
         --classes cat dog --split train --crop-pct 0.8 --eval-split validation --epochs 3
-    python tools/prune.py --mmseg-config gated-pspnet.py --checkpoint iter_600.pth --output pruned
+    timm-gated prune --mmseg-config gated-pspnet.py --checkpoint iter_600.pth --output pruned
 
 Without a checkpoint, the pretrained weights are pruned, or the weights that the mmseg config loads.
 
@@ -16,15 +16,18 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, List, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence
 
-from _options import (
+from timm_gated_cli._options import (
     Progress,
     add_data_options,
+    add_json_option,
     add_model_options,
     add_segmentation_options,
     add_threshold_option,
+    execute,
     make_parser,
 )
 
@@ -145,6 +148,7 @@ def parse_args(argv: Optional[List[str]]) -> Namespace:
     parser = make_parser(__doc__)
     parser.add_argument('--checkpoint', default='', metavar='FILE', help='weights of the model')
     parser.add_argument('--output', type=Path, metavar='DIR', help='new folder for the pruned network')
+    add_json_option(parser)
     group = parser.add_argument_group('pruning')
     add_threshold_option(group)
     group.add_argument('--classes', nargs='+', metavar='NAME', help='classes to specialise the network to')
@@ -165,24 +169,26 @@ def parse_args(argv: Optional[List[str]]) -> Namespace:
     return args
 
 
-def main(argv: Optional[List[str]] = None) -> int:
-    args = parse_args(argv)
-
-    from timm_gated.analysis import check_threshold
+def run(args: Namespace) -> Dict[str, Any]:
+    from timm_gated.analysis import check_threshold, gate_kinds
     from timm_gated.utils import check_new
-    try:
-        check_threshold(args.threshold)
-        if args.output:
-            check_new(args.output)  # fail early
-        pruned = prune_segmentor(args) if args.mmseg_config else prune_classifier(args)
-    except ValueError as error:
-        print(f'error: {error}', file=sys.stderr)
-        return 1
+    check_threshold(args.threshold)
+    if args.output:
+        check_new(args.output)  # fail early
+    pruned = prune_segmentor(args) if args.mmseg_config else prune_classifier(args)
     print(filters(pruned, args.threshold))
     print(pruned)
     if args.output:
         print(f'Pruned network: {args.output}')
-    return 0
+    kinds = {name: gate_kinds(share, args.threshold) for name, share in pruned.open_share.items()}
+    return {
+        'before': asdict(pruned.before), 'after': asdict(pruned.after), 'gates': pruned.gates._asdict(),
+        'always_on': {name: (kind == 0).nonzero()[:, 0].tolist() for name, kind in kinds.items()},
+        'always_off': {name: (kind == 2).nonzero()[:, 0].tolist() for name, kind in kinds.items()}}
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    return execute(run, parse_args(argv))
 
 
 if __name__ == '__main__':

@@ -150,7 +150,7 @@ def test_the_dense_counterpart_has_the_weights_of_the_gated_network():
 
 def test_errors_of_evaluate_accelerated(data, capsys):
     options = ['--untrained', '--data-dir', data, '--num-classes', '7', '--accelerate']
-    assert run_tool('evaluate', '--model', 'vit_tiny_patch16_224', *options) == 1
+    assert run_tool('evaluate', '--model', 'vit_tiny_patch16_224', *options) == 2
     error = capsys.readouterr().err
     assert "--accelerate does not support 'vit_tiny_patch16_224'" in error and 'Run without --accelerate' in error
     for change, message in (
@@ -176,14 +176,14 @@ def test_segmentation(tmp_path):
     assert 'config (untrained network)' in (tmp_path / 'report' / 'index.html').read_text()
     assert result['name'] == 'config (untrained network)'
     assert run_tool('analyze_gates', '--mmseg-config', config, '--output', tmp_path / 'other', '--cfg-options',
-                    'model.test_cfg.mode=slide') == 1
+                    'model.test_cfg.mode=slide') == 2
 
 
 def test_a_segmentor_with_a_truncated_checkpoint(tmp_path, capsys):
     config, checkpoint = write_config(tmp_path), tmp_path / 'iter_2.pth'
     checkpoint.write_bytes(b'PK')
     options = ['--mmseg-config', config, '--checkpoint', checkpoint, '--output', tmp_path / 'report']
-    assert run_tool('analyze_gates', *options) == 1
+    assert run_tool('analyze_gates', *options) == 2
     assert f'{checkpoint} is truncated' in capsys.readouterr().err
 
 
@@ -203,7 +203,7 @@ def test_a_segmentor_with_a_truncated_checkpoint(tmp_path, capsys):
     (['--mmseg-config', 'nowhere.py'], 'there is no file nowhere.py'),
 ])
 def test_errors_leave_no_report(options, change, message, tmp_path, capsys):
-    assert run_tool('analyze_gates', *options, *change) == 1
+    assert run_tool('analyze_gates', *options, *change) == 2
     error = capsys.readouterr().err
     assert re.search(message, error.replace('\n', ' ')), error
     assert 'Traceback' not in error and list(tmp_path.iterdir()) == []
@@ -212,11 +212,11 @@ def test_errors_leave_no_report(options, change, message, tmp_path, capsys):
 def test_empty_data_and_a_class_without_images(options, checkpoints, tmp_path, capsys):
     empty = tmp_path / 'empty' / 'validation'
     (empty / 'ant').mkdir(parents=True)
-    assert run_tool('analyze_gates', *options, '--data-dir', empty.parent) == 1
+    assert run_tool('analyze_gates', *options, '--data-dir', empty.parent) == 2
     assert 'no data in' in capsys.readouterr().err
 
     some = write_images(tmp_path / 'some', CLASSES[:3])
-    assert run_tool('analyze_gates', *options, '--data-dir', some) == 1
+    assert run_tool('analyze_gates', *options, '--data-dir', some) == 2
     assert 'Labels follow the order of the folders' in capsys.readouterr().err
     names = tmp_path / 'classes.txt'
     names.write_text('\n'.join(CLASSES) + '\n')
@@ -230,22 +230,22 @@ def test_a_checkpoint_that_could_run_code_is_refused(options, tmp_path, capsys):
             return os.mkdir, (str(tmp_path / 'pwned'),)
 
     torch.save({'state_dict': Evil()}, tmp_path / 'evil.pth')
-    assert run_tool('analyze_gates', *options, '--checkpoint', tmp_path / 'evil.pth') == 1
+    assert run_tool('analyze_gates', *options, '--checkpoint', tmp_path / 'evil.pth') == 2
     assert 'evil.pth does not load into' in capsys.readouterr().err and not (tmp_path / 'pwned').exists()
 
 
 def test_errors_in_results(tmp_path, capsys):
-    assert run_tool('tradeoff') == 1
+    assert run_tool('tradeoff') == 2
     assert 'no results to draw' in capsys.readouterr().err
-    assert run_tool('tradeoff', tmp_path) == 1
+    assert run_tool('tradeoff', tmp_path) == 2
     assert 'holds neither evaluation.json nor gates.json' in capsys.readouterr().err
     (tmp_path / 'x.json').write_text('[]')
-    assert run_tool('tradeoff', tmp_path / 'x.json') == 1
-    assert 'x.json is not a result of tools/evaluate.py' in capsys.readouterr().err
+    assert run_tool('tradeoff', tmp_path / 'x.json') == 2
+    assert 'x.json is not a result of `timm-gated evaluate`' in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run_tool('tradeoff', tmp_path, '--series', 'l0')
     assert "must be NAME=PATTERN, as in 'L0 alone=l0_*', got 'l0'" in capsys.readouterr().err
-    assert run_tool('evaluate', '--checkpoint', 'a.pth') == 1
+    assert run_tool('evaluate', '--checkpoint', 'a.pth') == 2
     assert "the model of 'a.pth' is unknown" in capsys.readouterr().err
 
 
@@ -253,7 +253,7 @@ def test_errors_in_results(tmp_path, capsys):
 def test_help(tool, capsys):
     with pytest.raises(SystemExit) as stop:
         run_tool(tool, '--help')
-    assert stop.value.code == 0 and 'tools/' in capsys.readouterr().out
+    assert stop.value.code == 0 and 'timm-gated ' in capsys.readouterr().out
 
 
 def test_benchmark_runs(capsys):
@@ -296,5 +296,5 @@ def test_prune(data, checkpoints, tmp_path, capsys):
 ])
 def test_errors_of_prune(data, checkpoints, more, message, capsys):
     options = [*NET, '--checkpoint', checkpoints / 'gated.pth.tar', '--data-dir', data, '--workers', '0']
-    assert run_tool('prune', *options, *more) == 1
+    assert run_tool('prune', *options, *more) == 2
     assert re.search(message, capsys.readouterr().err)

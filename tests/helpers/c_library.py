@@ -14,7 +14,7 @@ from paths import ROOT
 __all__ = ['CSRC', 'EMULATOR', 'OPTIMIZED', 'SANITIZED', 'SOURCES', 'build', 'numbered_images', 'output_of']
 
 CSRC = ROOT / 'timm_gated' / 'csrc'
-SOURCES = sorted(path for path in CSRC.glob('*.c') if path.name != 'module.c')
+SOURCES = sorted(CSRC.glob('*.c'))
 EMULATOR = os.environ.get('EMULATOR', '').split()
 OPTIMIZED = ('-O3', '-fno-math-errno')
 # Emulators have no sanitizers. Small blocks, so that most maps need several.

@@ -1,4 +1,4 @@
-"""Model cards and tools/hub.py"""
+"""Model cards and `timm-gated hub`"""
 import json
 
 import pytest
@@ -120,7 +120,7 @@ def test_tool_saves_and_describes(runs, model, figures, capsys):
     assert again.pretrained_cfg['label_names'][9] == 'class 9'
     text = (runs / 'saved' / 'README.md').read_text()
     assert f'{figures["top1"]:.2f} %' in text and 'lr: 0.1' in text and str(runs) not in text
-    assert run_tool('hub', *command, *options) == 1 and 'exists already' in capsys.readouterr().err
+    assert run_tool('hub', *command, *options) == 2 and 'exists already' in capsys.readouterr().err
 
     assert run_tool('hub', 'card', runs / 'saved', '--training', 'by hand', '--license', 'mit') == 0
     text = (runs / 'saved' / 'README.md').read_text()
@@ -130,7 +130,7 @@ def test_tool_saves_and_describes(runs, model, figures, capsys):
 
 @pytest.mark.parametrize('command, message', [
     (['card', 'saved', '--evaluation', 'evaluation.json'], '--result must be one of mine, other'),
-    (['card', 'saved', '--evaluation', 'args.yaml'], 'is not a file that tools/evaluate.py wrote'),
+    (['card', 'saved', '--evaluation', 'args.yaml'], 'is not a file that `timm-gated evaluate` wrote'),
     (['card', 'saved', '--training-args', 'none.yaml'], 'cannot be read from none.yaml'),
     (['card', 'saved', '--training-args', 'classes.txt'], 'classes.txt must hold settings'),
     (['card', 'nowhere'], 'config.json does not exist'),
@@ -146,7 +146,7 @@ def test_tool_says_what_is_wrong(runs, model, command, message, capsys, monkeypa
     save_pretrained(model, 'saved')
     (runs / 'cut.safetensors').write_bytes(b'cut')
     before = (runs / 'saved' / 'README.md').read_bytes()
-    assert run_tool('hub', *command) == 1
+    assert run_tool('hub', *command) == 2
     assert message in capsys.readouterr().err
     assert (runs / 'saved' / 'README.md').read_bytes() == before and not (runs / 'new').exists()
 

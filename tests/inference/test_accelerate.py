@@ -272,7 +272,7 @@ def test_networks_that_override_the_forward_pass_are_refused():
 
 def test_without_kernels(monkeypatch):
     monkeypatch.setattr(native, '_library', None)
-    monkeypatch.setattr(native, '_load_error', 'No module named _native')
+    monkeypatch.setattr(native, '_load_error', '_native.so: cannot open')
     model = timm.create_model('gated_resnet20')
     assert accelerate(model).backend == 'torch' and not instruction_sets()
     with pytest.raises(RuntimeError, match='Install a C compiler'):

@@ -1,4 +1,4 @@
-"""tools/benchmark_inference.py, on small images"""
+"""`timm-gated bench`, on small images"""
 import json
 import os
 from pathlib import Path
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-from _bench_networks import find_network
 from forked import run_script
 from PIL import Image
 from small_analysis import write_images
@@ -15,6 +14,7 @@ from tool import TOOLS, load_tool, run_tool
 
 from timm_gated import instruction_sets
 from timm_gated.inference import native
+from timm_gated_cli._bench_networks import find_network
 
 SMALL = ['--networks', '18', '--img-size', '64', '--rounds', '2', '--threads', '1']
 PEAKS = {'avx512': 100., 'avx2': 40.}
@@ -225,7 +225,7 @@ def test_a_checkpoint_without_gates_is_refused(tmp_path, capsys):
     torch.save(timm.create_model('resnet18').state_dict(), tmp_path / 'dense.pth')
     assert run_tool(
         'benchmark_inference', *SMALL, '--checkpoint', tmp_path / 'dense.pth', '--dense-runtimes', 'eager',
-        '--batch-sizes', '1', '--output', tmp_path / 'bench') == 1
+        '--batch-sizes', '1', '--output', tmp_path / 'bench') == 2
     assert 'dense.pth has no weights for the gates' in capsys.readouterr().err
     assert not list((tmp_path / 'bench').iterdir())
 
@@ -237,7 +237,7 @@ def test_a_checkpoint_without_gates_is_refused(tmp_path, capsys):
     ('gated_resnet18.untrained', 'no pretrained weights'),
 ])
 def test_unknown_networks(name, message, tmp_path, capsys):
-    assert run_tool('benchmark_inference', '--networks', name, '--output', tmp_path / 'bench') == 1
+    assert run_tool('benchmark_inference', '--networks', name, '--output', tmp_path / 'bench') == 2
     assert message in capsys.readouterr().err and not (tmp_path / 'bench').exists()
 
 

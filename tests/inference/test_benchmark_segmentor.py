@@ -1,4 +1,4 @@
-"""tools/benchmark_inference.py with a whole segmentor, on small images"""
+"""`timm-gated bench` with a whole segmentor, on small images"""
 import json
 from types import SimpleNamespace
 

@@ -156,11 +156,11 @@ def test_tool(networks, tmp_path, capsys):
     assert main('--model', f'local-dir:{tmp_path / "gated"}', '--output', tmp_path / 'gated.pt2', *common) == 0
     assert 'torch.export' in capsys.readouterr().out
 
-    assert main(*command) == 1 and 'small.onnx exists' in capsys.readouterr().err
-    assert main('--output', tmp_path / 'x.onnx') == 1 and 'Give --model' in capsys.readouterr().err
-    assert main('--model', 'gated_resnet20', '--output', tmp_path / 'x.tflite') == 1
+    assert main(*command) == 2 and 'small.onnx exists' in capsys.readouterr().err
+    assert main('--output', tmp_path / 'x.onnx') == 2 and 'Give --model' in capsys.readouterr().err
+    assert main('--model', 'gated_resnet20', '--output', tmp_path / 'x.tflite') == 2
     assert 'must end in .onnx' in capsys.readouterr().err
-    assert main(*command, '--overwrite', '--compare', tmp_path / 'none.onnx') == 1
+    assert main(*command, '--overwrite', '--compare', tmp_path / 'none.onnx') == 2
     assert 'no file' in capsys.readouterr().err
 
 
@@ -181,9 +181,9 @@ def test_tool_for_conditional_files(networks, tmp_path, capsys):
     assert main(*command, '--output', tmp_path / 'other.onnx', '--compare', path, '--batch-size', 2) == 0
     *_, row = capsys.readouterr().out.splitlines()
     assert row.startswith(f'{path}: ') and 'batch 2' in row
-    assert main(*command, '--output', tmp_path / 'gated.pt2') == 1
+    assert main(*command, '--output', tmp_path / 'gated.pt2') == 2
     assert '--conditional writes ONNX files: --output must end in .onnx' in capsys.readouterr().err
-    assert main('--model', f'local-dir:{tmp_path / "specialized"}', *common, '--output', tmp_path / 'net.onnx') == 1
+    assert main('--model', f'local-dir:{tmp_path / "specialized"}', *common, '--output', tmp_path / 'net.onnx') == 2
     assert 'has no gates: leave out --conditional' in capsys.readouterr().err
 
 

@@ -33,7 +33,7 @@ def memory(key: str) -> int:
 
 def test_thousands_of_inferences(tmp_path):
     """In a new process, where memory freed earlier cannot hide growth."""
-    tool = ROOT / 'tools' / 'soak_inference.py'
+    tool = ROOT / 'tools' / 'dev' / 'soak_inference.py'
     done = run_script(tool, '--backend', 'native', '--count', COUNT, cwd=tmp_path)
     assert done.returncode == 0, done.output
     assert f'{COUNT} inferences: 0 outputs changed' in done.output

@@ -4,7 +4,7 @@ import sys
 
 from paths import ROOT
 
-TOOL = ROOT / 'tools' / 'sanitize_kernels.py'
+TOOL = ROOT / 'tools' / 'dev' / 'sanitize_kernels.py'
 
 
 def test_kernels():

@@ -161,7 +161,7 @@ def test_saved_calibrated_segmentor(segmentation, tmp_path, capsys):
     again.load_state_dict(torch.load(tmp_path / 'saved' / 'weights.pth', weights_only=True)['state_dict'])
     changed = {name for name, value in again.state_dict().items() if not torch.equal(value, model.state_dict()[name])}
     assert changed == {f'{name}.fc2.bias' for name, _ in gates(model)}
-    assert run_tool('calibrate', *options, '--checkpoint', weights, '--eval-split', 'val') == 1
+    assert run_tool('calibrate', *options, '--checkpoint', weights, '--eval-split', 'val') == 2
     assert 'tools/test.py' in capsys.readouterr().err
 
 
@@ -190,7 +190,7 @@ def prune(*args) -> int:
 def test_incomplete_weights(segmentation, tmp_path, capsys):
     config, weights, model, data = segmentation
     for tool, more in (('prune', []), ('analyze_gates', ['--output', tmp_path / 'report'])):
-        assert run_tool(tool, '--mmseg-config', config, *more) == 1
+        assert run_tool(tool, '--mmseg-config', config, *more) == 2
         assert 'no weights for the network, which would be untrained. Give --checkpoint' in capsys.readouterr().err
     state_dict = model.state_dict()
     backbone = {key: value for key, value in state_dict.items() if key.startswith('backbone.')}

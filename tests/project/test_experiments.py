@@ -48,7 +48,7 @@ def test_every_run_is_kept_and_has_its_command(name):
     with (RUNS / name / 'summary.csv').open() as file:
         curve = list(csv.DictReader(file))
     assert [int(line['epoch']) for line in curve] == list(range(args['epochs']))
-    # train.py evaluates in bfloat16, tools/evaluate.py in float32
+    # train.py evaluates in bfloat16, `timm-gated evaluate` in float32
     assert abs(float(curve[-1]['eval_top1']) - RESULTS[name]['top1']) < 0.25
     assert re.search(rf'^ *{name}\)', (RUNS / 'run.sh').read_text(), re.MULTILINE)
     assert 'Train: 0 [   0/' in (RUNS / name / 'log.txt').read_text()

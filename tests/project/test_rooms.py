@@ -40,7 +40,7 @@ def test_lower_rooms_do_not_import_higher_ones(module):
     for _, name in imports(PACKAGE / module):
         parts = name.split('.')
         assert parts[1:], f'{module} imports the top-level package'
-        if parts[1] in ('version', '_native'):
+        if parts[1] == 'version':
             continue
         assert ROOMS.index(parts[1]) <= ROOMS.index(room), f'{module} imports {name}, which is in a higher room'
 
@@ -55,8 +55,6 @@ def test_imports_are_at_the_top_and_from_the_room(module):
         for child in ast.walk(node)}
     for node, name in imports(path):
         parts = name.split('.')
-        if parts[1] == '_native':  # optional
-            continue
         assert ast.unparse(node) in top, f'{module} hides the import of {name} in a function'
         other_room = parts[1] in ROOMS and parts[1] != module.split('/')[0]
         assert not other_room or len(parts) == 2, f'{module} reaches into another room: {name}'

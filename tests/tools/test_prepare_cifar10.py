@@ -1,4 +1,4 @@
-"""tools/prepare_cifar10.py on small synthetic sources, in the official layout and as PNG sheets"""
+"""`timm-gated prepare-cifar10` on small synthetic sources, in the official layout and as PNG sheets"""
 import hashlib
 import json
 import os
@@ -145,7 +145,7 @@ def test_a_changed_batch_is_not_unpickled(tool, official, tmp_path, capsys):
             return os.mkdir, (str(tmp_path / 'pwned'),)
 
     (official / 'data_batch_3').write_bytes(pickle.dumps(Evil()))
-    assert tool.main(['--source', str(official), '--output', str(tmp_path / 'out')]) == 1
+    assert tool.main(['--source', str(official), '--output', str(tmp_path / 'out')]) == 2
     assert 'MD5 sum is wrong' in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ['source']
 
@@ -163,7 +163,7 @@ def test_bad_sheets(tool, sheets, name, content, message, tmp_path, capsys):
     (sheets / name).unlink()
     if content is not None:
         (sheets / name).write_bytes(content)
-    assert tool.main(['--source', str(sheets), '--output', str(tmp_path / 'out')]) == 1
+    assert tool.main(['--source', str(sheets), '--output', str(tmp_path / 'out')]) == 2
     assert re.search(f'error: {sheets} cannot be read as CIFAR-10: .*{message}', capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ['source']
 
@@ -172,7 +172,7 @@ def test_other_sources(tool, tmp_path, capsys):
     (tmp_path / 'empty').mkdir()
     (tmp_path / 'text').write_text('hello')
     for name, message in (('no', 'No such file'), ('empty', 'is missing'), ('text', 'ReadError')):
-        assert tool.main(['--source', str(tmp_path / name), '--output', str(tmp_path / 'out')]) == 1
+        assert tool.main(['--source', str(tmp_path / name), '--output', str(tmp_path / 'out')]) == 2
         error = capsys.readouterr().err
         assert re.search(f'error: .*/{name} cannot be read as CIFAR-10: .*{message}', error.replace('\n', ' ')), error
         assert not (tmp_path / 'out').exists()

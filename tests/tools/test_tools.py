@@ -1,4 +1,4 @@
-"""Common behaviour of the tools: fast help, weights, and error messages"""
+"""Common behaviour of the commands: fast help, weights, and error messages"""
 import json
 import re
 import subprocess
@@ -7,41 +7,89 @@ import sys
 import pytest
 import timm
 import torch
-from _options import add_model_options, make_parser
 from small_analysis import CLASSES, MODEL_KWARGS, write_images
 from small_analysis import MODEL_OPTIONS as SMALL
-from tool import TOOLS, load_tool, run_tool
+from tool import DEVELOPER, TOOLS, load_tool, run_tool
 
 import timm_gated
 from timm_gated.analysis import PUBLISHED
 from timm_gated.analysis.sources import create_network, title
 from timm_gated.models._registry import check_model_name
+from timm_gated_cli.__main__ import COMMANDS
+from timm_gated_cli.__main__ import main as timm_gated_main
+from timm_gated_cli._options import add_model_options, make_parser
 
-NAMES = sorted(path.stem for path in TOOLS.glob('[!_]*.py'))
 HEAVY = {'torch', 'timm', 'timm_gated', 'mmseg_plugin', 'mmengine', 'scipy', 'matplotlib', 'huggingface_hub'}
 
 
 # Help
 
 
-@pytest.mark.parametrize('command', [[name] for name in NAMES] + [
-    ['hub', command] for command in ('save', 'card', 'push', 'pull')], ids=' '.join)
+def run_python(*command) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, '-X', 'importtime', *command], capture_output=True, text=True, timeout=60)
+
+
+def imported(done: subprocess.CompletedProcess) -> set:
+    """Top-level packages that a process has imported."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith('import time:')]
+    return {line.rpartition('|')[2].strip().partition('.')[0] for line in lines}
+
+
+@pytest.mark.parametrize('command', [[name] for name in COMMANDS] + [
+    ['hub', command] for command in ('save', 'card', 'push', 'pull')] + [[]], ids=' '.join)
 def test_help_needs_no_torch(command):
-    tool, *commands = command
-    done = subprocess.run(
-        [sys.executable, '-X', 'importtime', str(TOOLS / f'{tool}.py'), *commands, '--help'],
-        capture_output=True, text=True, timeout=60)
+    done = run_python('-m', 'timm_gated_cli', *command, '--help')
     assert done.returncode == 0, done.stderr[-2000:]
-    imported = {line.rpartition('|')[2].strip().partition('.')[0] for line in done.stderr.splitlines()}
-    assert 'argparse' in imported and not imported & HEAVY
-    assert commands or f'python tools/{tool}.py ' in done.stdout, 'no example in the help'
+    assert 'timm_gated_cli' in imported(done) and not imported(done) & HEAVY
+    assert done.stdout.startswith(' '.join(['usage: timm-gated', *command]))
+    assert len(command) == 2 or ' '.join(['\n    timm-gated', *command]) in done.stdout, 'no example in the help'
+
+
+@pytest.mark.parametrize('script', [
+    *(f'{command.module}.py' for command in COMMANDS.values()), *(f'dev/{name}.py' for name in DEVELOPER)])
+def test_help_of_a_script(script):
+    done = run_python(TOOLS / script, '--help')
+    assert done.returncode == 0 and not imported(done) & HEAVY
+    assert done.stdout.startswith(f'usage: {script.removeprefix("dev/")} ')
+    assert not script.startswith('dev/') or f'python tools/{script}' in done.stdout, 'no example in the help'
 
 
 def test_a_mistyped_option_needs_no_torch():
-    done = subprocess.run(
-        [sys.executable, '-X', 'importtime', str(TOOLS / 'evaluate.py'), '--modle', 'gated_resnet20'],
-        capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and '--modle' in done.stderr and '| torch' not in done.stderr
+    done = run_python('-m', 'timm_gated_cli', 'evaluate', '--modle', 'gated_resnet20')
+    assert done.returncode == 2 and '--modle' in done.stderr and not imported(done) & HEAVY
+
+
+def test_every_command_is_listed(capsys):
+    modules = {path.stem for path in TOOLS.glob('[!_]*.py')}
+    assert {command.module for command in COMMANDS.values()} <= modules
+    with pytest.raises(SystemExit):
+        timm_gated_main(['--help'])
+    shown = capsys.readouterr().out
+    assert all(f'  {name} ' in shown and command.about in shown for name, command in COMMANDS.items())
+    with pytest.raises(SystemExit) as stop:
+        timm_gated_main(['evalute'])
+    assert stop.value.code == 2 and "invalid choice: 'evalute'" in capsys.readouterr().err
+
+
+def test_a_command_gets_its_arguments(monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', sys.argv)
+    assert timm_gated_main(['configs', 'timm/cifar10/gated_resnet20.yaml']) == 0
+    assert capsys.readouterr().out == 'timm/cifar10/gated_resnet20.yaml\n'
+    assert timm_gated_main(['configs', 'none']) == 2
+    assert capsys.readouterr().err == "error: no config matches 'none'; `timm-gated configs` lists them.\n"
+
+
+@pytest.mark.parametrize('argv, extra', [
+    (['analyze', '--output', 'x'], 'analysis'), (['convert', '--to', 'timm', 'x', 'y'], 'mmseg'),
+    (['prune', '--mmseg-config', 'x.py'], 'mmseg')])
+def test_a_missing_extra_is_named(argv, extra, monkeypatch, capsys):
+    def main():
+        raise ModuleNotFoundError("No module named 'thing'")
+    monkeypatch.setattr(sys, 'argv', sys.argv)
+    monkeypatch.setattr(load_tool(COMMANDS[argv[0]].module), 'main', main)
+    with pytest.raises(SystemExit) as stop:
+        timm_gated_main(argv)
+    assert stop.value.code == 2 and f"pip install 'timm-gated[{extra}]'" in capsys.readouterr().err
 
 
 def test_choices_are_those_of_the_library():
@@ -117,7 +165,7 @@ def test_a_model_without_weights_is_refused(tool, more, model, others, images, t
     monkeypatch.chdir(tmp_path)
     data = ['--data-dir', images] if tool in ('evaluate', 'analyze_gates', 'prune') else []
     command = ['save'] if tool == 'hub' else []
-    assert run_tool(tool, *command, '--model', model, *data, *more) == 1
+    assert run_tool(tool, *command, '--model', model, *data, *more) == 2
     error = capsys.readouterr().err
     assert f"no pretrained weights for '{model}'" in error and others in error
     assert {'soak_inference': '--no-pretrained'}.get(tool, 'Give --checkpoint FILE') in error
@@ -131,10 +179,10 @@ def test_untrained_networks_say_so(part, dense, seven, tmp_path, capsys):
     command = ['--model', 'gated_resnet20', *weights[part], '--data-dir', seven, '--workers', '0']
     mark = f'(untrained {part})'
     if part == 'network':
-        assert run_tool('evaluate', *command) == 1  # the pretrained weights do not fit
+        assert run_tool('evaluate', *command) == 2  # the pretrained weights do not fit
         assert re.search('another depth.* Give --checkpoint FILE, or --untrained', capsys.readouterr().err)
     else:
-        assert run_tool('evaluate', *command) == 1
+        assert run_tool('evaluate', *command) == 2
         assert f'no weights for the {part}, which would be untrained. Give --checkpoint' in capsys.readouterr().err
     command.append('--untrained')
     assert run_tool('evaluate', *command, '--output', tmp_path / 'evaluation.json') == 0
@@ -163,7 +211,7 @@ def test_untrained_networks_are_not_kept(tmp_path, capsys):
     evaluation = tmp_path / 'evaluation.json'
     evaluation.write_text(json.dumps({'results': [{'name': 'mine', 'top1': 10., 'untrained': 'untrained network'}]}))
     assert run_tool('hub', 'save', '--model', 'gated_resnet20', '--output', tmp_path / 'saved', '--evaluation',
-                    evaluation) == 1
+                    evaluation) == 2
     assert "the figures of 'mine'" in capsys.readouterr().err and not (tmp_path / 'saved').exists()
 
 
@@ -191,16 +239,16 @@ def test_benchmarks_say_that_networks_are_untrained(capsys):
     ('gatedresnet20.bas_c10', "no model 'gatedresnet20'; near: .*gated_resnet20"),
     ('aig', "no model 'aig'; near: .*convnet_aig_resnet"),
     ('qqqqqqqqqqqq', r"no model 'qqqqqqqqqqqq'\. timm\.list_models\(\)"),
-    ('gated_resnet20.bas', "'gated_resnet20' has no tag 'bas'; its tags: bas_c10, l0_c10, untrained"),
+    ('gated_resnet20.bas', "'gated_resnet20' has no tag 'bas'; its tags: bas_c10, .*l0_c10, untrained"),
     ('resnet18.nothing', "'resnet18' has no tag 'nothing'; its tags: .*a1_in1k"),
-    ('local-dir:nowhere', "no folder 'nowhere': .* does not exist.*tools/hub.py save --output nowhere"),
+    ('local-dir:nowhere', "no folder 'nowhere': .* does not exist.*timm-gated hub save --output nowhere"),
 ])
 def test_names_that_do_not_exist(name, message, tmp_path, capsys):
     with pytest.raises(ValueError, match=message):
         check_model_name(name)
     for tool, more in (('evaluate', ['--data-dir', tmp_path]), ('export_onnx', ['--output', tmp_path / 'x.onnx']),
                        ('benchmark_analysis', []), ('soak_inference', [])):
-        assert run_tool(tool, '--model', name, *more) == 1
+        assert run_tool(tool, '--model', name, *more) == 2
         assert re.search(message, capsys.readouterr().err)
 
 
@@ -210,27 +258,27 @@ def test_names_that_exist():
 
 
 def test_names_in_other_options(dense, capsys):
-    assert run_tool('evaluate', '--checkpoint', f'cifar_resnet21={dense}') == 1
+    assert run_tool('evaluate', '--checkpoint', f'cifar_resnet21={dense}') == 2
     assert re.search("no model 'cifar_resnet21'.*near: .*cifar_resnet20", capsys.readouterr().err)
-    assert run_tool('model_table', 'gated_resnet21') == 1
+    assert run_tool('model_table', 'gated_resnet21') == 2
     assert re.search('near: .*gated_resnet20', capsys.readouterr().err)
 
 
 def test_folders_that_do_not_exist(seven, tmp_path, capsys):
     model = ['--model', 'gated_resnet20', *SMALL, '--untrained']
-    assert run_tool('evaluate', *model, '--data-dir', tmp_path / 'no') == 1
-    assert re.search('/no; it does not exist. .*prepare_cifar10.py .*--output .*/no', capsys.readouterr().err)
-    assert run_tool('evaluate', *model, '--data-dir', seven, '--split', 'train') == 1
+    assert run_tool('evaluate', *model, '--data-dir', tmp_path / 'no') == 2
+    assert re.search('/no; it does not exist. .*prepare-cifar10 .*--output .*/no', capsys.readouterr().err)
+    assert run_tool('evaluate', *model, '--data-dir', seven, '--split', 'train') == 2
     assert "has no split 'train'; it has validation" in capsys.readouterr().err
     for tool in ('card', 'push'):
-        assert run_tool('hub', tool, tmp_path / 'no', *(['me/model'] if tool == 'push' else [])) == 1
-        assert re.search("no folder '.*/no': .* does not exist.*tools/hub.py save", capsys.readouterr().err)
-    assert run_tool('tradeoff', tmp_path / 'no') == 1
-    assert re.search('/no does not exist: write it with tools/evaluate.py', capsys.readouterr().err)
+        assert run_tool('hub', tool, tmp_path / 'no', *(['me/model'] if tool == 'push' else [])) == 2
+        assert re.search("no folder '.*/no': .* does not exist.*timm-gated hub save", capsys.readouterr().err)
+    assert run_tool('tradeoff', tmp_path / 'no') == 2
+    assert re.search('/no does not exist: write it with `timm-gated evaluate', capsys.readouterr().err)
     report = ['--data-dir', seven, '--output', tmp_path / 'report']
-    assert run_tool('analyze_gates', *model, *report, '--compare', tmp_path / 'no') == 1
-    assert re.search('/no .*No such file.*tools/analyze_gates.py', capsys.readouterr().err)
-    assert run_tool('analyze_gates', *model, *report, '--snapshots', tmp_path / 'no') == 1
+    assert run_tool('analyze_gates', *model, *report, '--compare', tmp_path / 'no') == 2
+    assert re.search('/no .*No such file.*timm-gated analyze', capsys.readouterr().err)
+    assert run_tool('analyze_gates', *model, *report, '--snapshots', tmp_path / 'no') == 2
     assert re.search('/no, which does not exist.*snapshot_dir=', capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
 
@@ -243,7 +291,7 @@ def test_a_folder_of_classes_is_a_split(seven):
 def test_a_checkpoint_of_another_depth(images, tmp_path, capsys, caplog):
     torch.save(timm.create_model('gated_resnet32').state_dict(), tmp_path / 'other.pth')
     for model in ('gated_resnet20', 'cifar_resnet20'):
-        assert run_tool('evaluate', '--model', model, '--checkpoint', tmp_path / 'other.pth', '--data-dir', images) == 1
+        assert run_tool('evaluate', '--model', model, '--checkpoint', tmp_path / 'other.pth', '--data-dir', images) == 2
         error = capsys.readouterr().err
         assert re.fullmatch(
             "error: the checkpoint .*other.pth does not load into '.*': the checkpoint is of another depth: its stages "

@@ -1,7 +1,7 @@
 """Analysis of gated models over a data set: numbers, figures and a report
 
-Statistics and records need only numpy and torch. Measures, figures and reports need the extra `analysis` (matplotlib,
-SciPy, PyArrow) and are imported on first use.
+Statistics, records, their summary and sources of data need only numpy, torch and timm. Other measures, figures and
+reports need the extra `analysis` (matplotlib, SciPy, PyArrow) and are imported on first use.
 
 Example:
     >>> record = record_classifier(model, loader, class_names)
@@ -33,8 +33,17 @@ if TYPE_CHECKING:
     from .measures import class_similarity, difficulty, prior_distance, specialised_gates, summary
     from .published import PUBLISHED, Point
     from .report import ReportOptions, check_target, load_distribution, write_report
-    from .sample_figures import FetchImage, difficulty_figure, extremes_figure, macs_figure, specialised_figure
-    from .sources import Data, create_data, create_network, find_device, note_untrained, parse_checkpoint, title
+    from .sample_figures import difficulty_figure, extremes_figure, macs_figure, specialised_figure
+    from .sources import (
+        Data,
+        FetchImage,
+        create_data,
+        create_network,
+        find_device,
+        note_untrained,
+        parse_checkpoint,
+        title,
+    )
     from .tradeoff import group_points, load_points, trade_off_figure
 
 # Names imported on first use, by module
@@ -45,9 +54,10 @@ _LAZY = {
     'measures': ('class_similarity', 'difficulty', 'prior_distance', 'specialised_gates', 'summary'),
     'published': ('PUBLISHED', 'Point'),
     'report': ('ReportOptions', 'check_target', 'load_distribution', 'write_report'),
-    'sample_figures': ('FetchImage', 'difficulty_figure', 'extremes_figure', 'macs_figure', 'specialised_figure'),
+    'sample_figures': ('difficulty_figure', 'extremes_figure', 'macs_figure', 'specialised_figure'),
     'sources': (
-        'Data', 'create_data', 'create_network', 'find_device', 'note_untrained', 'parse_checkpoint', 'title'),
+        'Data', 'FetchImage', 'create_data', 'create_network', 'find_device', 'note_untrained', 'parse_checkpoint',
+        'title'),
     'tradeoff': ('group_points', 'load_points', 'trade_off_figure'),
 }
 _MODULES = {name: module for module, names in _LAZY.items() for name in names}

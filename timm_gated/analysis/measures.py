@@ -3,7 +3,7 @@
 Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://openreview.net/forum?id=Bke89JBtvB)
 
 The paper shows by example that rare gates belong to few classes, that similar classes use similar filters and that hard
-images cost more. This module measures each of these.
+images cost more. This module measures each of these. Clusters and rank correlations need SciPy (extra `analysis`).
 """
 import copy
 from dataclasses import dataclass
@@ -11,9 +11,6 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
-from scipy.cluster import hierarchy
-from scipy.spatial.distance import squareform
-from scipy.stats import spearmanr
 
 from ..loss import Prior
 from .record import GateRecord
@@ -128,6 +125,7 @@ def right_inputs(record: GateRecord) -> np.ndarray:
 def _spearman(x: np.ndarray, y: np.ndarray) -> Optional[float]:
     if len(x) < 3 or (x == x[0]).all() or (y == y[0]).all():
         return None
+    from scipy.stats import spearmanr
     return float(spearmanr(x, y).statistic)
 
 
@@ -182,6 +180,8 @@ def class_similarity(record: GateRecord, groups: Optional[Mapping[str, Sequence[
         raise ValueError(
             'the gates fire equally for every class, so classes cannot be compared. This happens if all gates are '
             'always on or off, or if all label maps show the same classes.')
+    from scipy.cluster import hierarchy
+    from scipy.spatial.distance import squareform
     correlation = np.corrcoef(patterns)
     distances = squareform(1 - correlation, checks=False).clip(min=0)
     linkage = hierarchy.linkage(distances, 'average', optimal_ordering=True)

@@ -33,7 +33,8 @@ from .measures import (
 )
 from .page import Section, render_page, write_figure
 from .record import GateRecord
-from .sample_figures import FetchImage, difficulty_figure, extremes_figure, macs_figure, specialised_figure
+from .sample_figures import difficulty_figure, extremes_figure, macs_figure, specialised_figure
+from .sources import FetchImage
 from .statistics import GateCounts
 
 __all__ = ['ReportOptions', 'check_target', 'load_distribution', 'write_report']
@@ -100,7 +101,7 @@ def load_distribution(path: Union[str, Path]) -> Dict[str, Distribution]:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, LookupError, TypeError) as error:
         raise ValueError(
             f'{path} is not the gates.json of a report: {type(error).__name__} {error}. Write a report with '
-            f'`python tools/analyze_gates.py --output DIR`.') from error
+            f'`timm-gated analyze --output DIR`.') from error
 
 
 def write_report(

@@ -4,7 +4,7 @@ Paper: Batch-Shaping for Learning Conditional Channel Gated Networks (https://op
 
 A record does not hold the images. The caller passes a function that returns an image by index.
 """
-from typing import Any, Callable, List, Sequence
+from typing import Any, List, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -13,10 +13,9 @@ from PIL import Image
 from .figures import WIDTH
 from .measures import SpecialisedGate, difficulty, right_inputs, spread_over
 from .record import GateRecord
+from .sources import FetchImage
 
-__all__ = ['FetchImage', 'difficulty_figure', 'extremes_figure', 'macs_figure', 'specialised_figure']
-
-FetchImage = Callable[[int], np.ndarray]  # from the index of an input to uint8 [H, W, 3]
+__all__ = ['difficulty_figure', 'extremes_figure', 'macs_figure', 'specialised_figure']
 
 
 def _unit(macs: np.ndarray) -> tuple:

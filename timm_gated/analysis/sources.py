@@ -20,11 +20,12 @@ from timm.models import get_pretrained_cfg, is_model_pretrained, load_checkpoint
 from ..models import check_model_name, check_weights, near_models
 from ..utils import explained
 from .record import Outcome, classification_step
-from .sample_figures import FetchImage
 
 __all__ = [
-    'Data', 'create_data', 'create_network', 'find_device', 'note_untrained', 'parse_checkpoint', 'title',
+    'Data', 'FetchImage', 'create_data', 'create_network', 'find_device', 'note_untrained', 'parse_checkpoint', 'title',
 ]
+
+FetchImage = Callable[[int], np.ndarray]  # from the index of an input to uint8 [H, W, 3]
 
 # Folder names of splits in timm; the names of a group are synonyms
 _SPLITS = (('train', 'training'), ('val', 'valid', 'validation', 'eval', 'evaluation'), ('test',))
@@ -179,7 +180,7 @@ def _check_folder(folder: Optional[str], split: str) -> None:
     if not folder or not Path(folder).is_dir():
         exists = folder and Path(folder).exists()
         made = '' if not folder or exists else (
-            f'; it does not exist. `python tools/prepare_cifar10.py --source cifar-10-python.tar.gz --output {folder}` '
+            f'; it does not exist. `timm-gated prepare-cifar10 --source cifar-10-python.tar.gz --output {folder}` '
             f'creates it for CIFAR-10')
         raise ValueError(f'--data-dir must be a folder of images, got {folder}{made}.')
     folders = {path.name for path in Path(folder).iterdir() if path.is_dir()}

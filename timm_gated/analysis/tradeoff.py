@@ -1,6 +1,6 @@
 """Accuracy against mean MACs of several runs
 
-Measured points come from the JSON files of `tools/evaluate.py` and `tools/analyze_gates.py`, published points from
+Measured points come from the JSON files of `timm-gated evaluate` and `timm-gated analyze`, published points from
 `published`. The legend tells them apart.
 """
 import json
@@ -33,24 +33,24 @@ def load_points(paths: Sequence[Union[str, Path]]) -> List[Point]:
     points = []
     for path in map(Path, paths):
         if not path.exists():
-            raise ValueError(f'{path} does not exist: write it with tools/evaluate.py --output or '
-                             f'tools/analyze_gates.py --output.')
+            raise ValueError(f'{path} does not exist: write it with `timm-gated evaluate --output` or '
+                             f'`timm-gated analyze --output`.')
         if path.is_dir():
             found = [path / name for name in RESULT_FILES if (path / name).is_file()]
             if not found:
                 raise ValueError(
-                    f'{path} holds neither {" nor ".join(RESULT_FILES)}: write one there with tools/evaluate.py '
-                    f'--output or tools/analyze_gates.py --output.')
+                    f'{path} holds neither {" nor ".join(RESULT_FILES)}: write one there with '
+                    f'`timm-gated evaluate --output` or `timm-gated analyze --output`.')
             path = found[0]
         try:
             results = json.loads(path.read_text(encoding='utf-8'))['results']
             points += [_measured(result) for result in results]
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
-                f'{path} is not a result of tools/evaluate.py or tools/analyze_gates.py: '
+                f'{path} is not a result of `timm-gated evaluate` or `timm-gated analyze`: '
                 f'{type(error).__name__} {error}.') from error
     if not points:
-        raise ValueError('no results to draw. Give files or folders with results of tools/evaluate.py.')
+        raise ValueError('no results to draw. Give files or folders with results of `timm-gated evaluate`.')
     return points
 
 

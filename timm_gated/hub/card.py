@@ -48,7 +48,7 @@ def model_card(
 
     Args:
         model: Model of this package, created by `timm.create_model`.
-        figures: Measured figures, from `timm_gated.analysis.summary` or one result of `tools/evaluate.py`.
+        figures: Measured figures, from `timm_gated.analysis.summary` or one result of `timm-gated evaluate`.
         dataset: Dataset the figures were measured on, by its name on the hub, such as 'uoft-cs/cifar10'. Without it the
             figures are in the text, but not in the metadata.
         split: Dataset split the figures were measured on.

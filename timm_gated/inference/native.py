@@ -6,6 +6,7 @@ filters and read them from weights that are packed once.
 import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_void_p
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
@@ -16,6 +17,7 @@ from .serialize import Network, decode, encode
 
 __all__ = ['NativeRunner', 'fma_peak', 'instruction_sets', 'why_not']
 
+_PATH = Path(__file__).parents[1] / '_native.so'
 _MAX_PIXELS = 2 ** 26  # per image (csrc/plan.c)
 _VERSION = 10  # must equal TG_VERSION (csrc/timm_gated.h)
 
@@ -52,12 +54,11 @@ _TYPES = (torch.int64, torch.float32, torch.uint8, torch.int8, torch.int32)  # `
 
 def _load() -> Tuple[Optional[ctypes.CDLL], str]:
     try:
-        from .. import _native  # type: ignore[attr-defined]
-        library = ctypes.CDLL(_native.__file__)
+        library = ctypes.CDLL(str(_PATH))
         for name, (restype, argtypes) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = restype, argtypes
-    except (ImportError, OSError, AttributeError) as error:
+    except (OSError, AttributeError) as error:
         return None, str(error)
     if library.tg_version() != _VERSION:
         return None, 'they were built from another version of the sources'
@@ -73,7 +74,7 @@ def why_not() -> str:
         return ''
     return (
         f'the native kernels were not built with the package ({_load_error}). Install a C compiler (GCC 12 or newer, '
-        f"or Clang) and Python's headers, and install the package again.")
+        'or Clang), and install the package again.')
 
 
 def instruction_sets(precision: str = 'float32') -> List[str]:

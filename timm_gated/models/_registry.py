@@ -1,7 +1,7 @@
 """Entry points of this package in timm's registry, and their packaged weights
 
 Small trained weights are part of the package: `timm_gated/weights/<model>.<tag>.safetensors`, each with a model card
-`<model>.<tag>.md` (written by `tools/hub.py save --tag`). The pretrained config names the file, so that timm loads it
+`<model>.<tag>.md` (written by `timm-gated hub save --tag`). The pretrained config names the file, so that timm loads it
 without a network connection: `timm.create_model('gated_resnet20.bas_c10', pretrained=True)`. To add weights, add the
 files and an entry in the `default_cfgs` of the model's module:
 
@@ -72,7 +72,7 @@ def check_model_name(name: str) -> None:
     source, place = parse_model_name(name)
     if source == 'local-dir' and not Path(place).is_dir():
         raise ValueError(
-            f"there is no folder '{place}': {place}/config.json does not exist. `python tools/hub.py save --output "
+            f"there is no folder '{place}': {place}/config.json does not exist. `timm-gated hub save --output "
             f'{place}` creates it from a checkpoint, timm_gated.save_pretrained from a model.')
     if source:
         return

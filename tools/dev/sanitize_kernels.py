@@ -4,19 +4,18 @@ Builds the kernels into a copy of the package in a temporary folder and runs the
 on it. Blocks are small, so that most maps need several. A sanitizer report aborts the tests. Other arguments are passed
 to pytest. EXAMPLES_TIMES=10 in the environment draws ten times as many programs and networks.
 
-    python tools/sanitize_kernels.py --tests test_kernels.py -x
+    python tools/dev/sanitize_kernels.py --tests test_kernels.py -x
 """
 import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 
-from _options import make_parser
+from timm_gated_cli._options import make_parser
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TESTS = (
     'test_kernels.py', 'test_int8.py', 'test_accelerate.py', 'test_accelerate_inputs.py', 'test_accelerate_random.py',
     'test_accelerate_variants.py', 'test_int8_networks.py')
@@ -30,14 +29,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         package = Path(scratch) / 'timm_gated'
         shutil.copytree(ROOT / 'timm_gated', package, ignore=shutil.ignore_patterns('*.so', '__pycache__'))
-        library = package / f'_native{sysconfig.get_config_var("EXT_SUFFIX")}'
+        library = package / '_native.so'
         sources = map(str, sorted((package / 'csrc').glob('*.c')))
         subprocess.run([
             compiler, '-std=gnu11', '-O0', '-g', '-fno-omit-frame-pointer',
             '-fsanitize=address,undefined,float-divide-by-zero,float-cast-overflow', '-fno-sanitize-recover=all',
-            '-DCACHE_BYTES=65536', '-pthread', '-shared', '-fPIC',
-            '-Wall', '-Wextra', '-Werror',
-            f'-I{sysconfig.get_path("include")}', *sources, '-o', str(library)], check=True)
+            '-DCACHE_BYTES=65536', '-pthread', '-shared', '-fPIC', '-Wall', '-Wextra', '-Werror',
+            *sources, '-lm', '-o', str(library)], check=True)
         # AddressSanitizer needs libstdc++ at startup to intercept exceptions
         runtimes = [
             subprocess.run([compiler, f'-print-file-name={name}'], check=True, capture_output=True, text=True).stdout
@@ -56,7 +54,7 @@ def main() -> int:
                    '--capture=sys', '-k', 'not without_a_compiler', *tests, *pytest_args]
         # Run in the temporary folder to import the copy of the package.
         program = (
-            f'import timm_gated._native as m; assert m.__file__ == {str(library)!r}, m.__file__\n'
+            f'import timm_gated; assert timm_gated.__path__ == [{str(package)!r}], timm_gated.__path__\n'
             f'import sys, pytest; sys.exit(pytest.main({command!r}))')
         return subprocess.run([sys.executable, '-c', program], cwd=scratch, env=environment).returncode
 

@@ -9,8 +9,8 @@ Prints three ratios:
 1 and 2 use 256 images x 3776 gates (a gated ResNet-34) and one thread. Both sides of a ratio are timed alternately, and
 medians are compared, because machines are noisy. The networks are untrained.
 
-    python tools/benchmark_training.py --only losses
-    python tools/benchmark_training.py --only step --depth 50 --batch-size 16
+    python tools/dev/benchmark_training.py --only losses
+    python tools/dev/benchmark_training.py --only step --depth 50 --batch-size 16
 """
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Tuple
 
-from _options import make_parser
 from tqdm import tqdm
+
+from timm_gated_cli._options import make_parser
 
 if TYPE_CHECKING:
     import torch

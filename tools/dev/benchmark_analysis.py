@@ -4,13 +4,14 @@ Prints how much longer an evaluation takes if it also records the gates for tool
 the same untrained gated model on the same random images in memory. They are timed alternately, and medians
 are compared.
 
-    python tools/benchmark_analysis.py --model gated_resnet34 --images 256 --batch-size 64
+    python tools/dev/benchmark_analysis.py --model gated_resnet34 --images 256 --batch-size 64
 """
 import sys
 from typing import List, Optional
 
-from _options import make_parser
 from benchmark_training import interleaved
+
+from timm_gated_cli._options import make_parser
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -32,7 +33,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         check_model_name(args.model)
     except ValueError as error:
         print(f'error: {error}', file=sys.stderr)
-        return 1
+        return 2
     torch.manual_seed(0)
     model = timm.create_model(args.model).eval()
     size = model.pretrained_cfg['input_size']

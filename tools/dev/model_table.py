@@ -1,13 +1,13 @@
 """Print the rows of the model tables in README.md and configs/timm/README.md
 
-    python tools/model_table.py 'convnet_aig_*'
+    python tools/dev/model_table.py 'convnet_aig_*'
 
 MACs are counted as in `count_macs`, on the meta device. Tests compare the tables with this output.
 """
 import sys
 from typing import List, Optional
 
-from _options import make_parser
+from timm_gated_cli._options import make_parser
 
 HEADER = '| model | input | parameters | dense parameters | dense MACs | gate overhead | gates |'
 
@@ -48,7 +48,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         near = [name for name in near_models(args.pattern) if name in list_gated_models()]
         print(f"error: no gated model matches '{args.pattern}'" + (f'; near: {", ".join(near)}' if near else ''),
               file=sys.stderr)
-        return 1
+        return 2
     print(HEADER)
     print('| --- ' * HEADER.count(' | ') + '| --- |')
     print('\n'.join(row(name) for name in names))

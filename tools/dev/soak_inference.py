@@ -1,8 +1,8 @@
 """Soak test of an accelerated network: check that memory does not grow and that outputs do not change
 
-    python tools/soak_inference.py                                              # 10,000 of a small network
-    python tools/soak_inference.py --model gated_resnet34 --no-pretrained --img-size 224
-    python tools/soak_inference.py --precision int8
+    python tools/dev/soak_inference.py                                              # 10,000 of a small network
+    python tools/dev/soak_inference.py --model gated_resnet34 --no-pretrained --img-size 224
+    python tools/dev/soak_inference.py --precision int8
 
 Every tenth inference has another image and batch size, with more sizes than memory is kept for. Every hundredth creates
 a new network. Outputs must be bitwise equal to the first one for the same images. Resident memory is measured ten times
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional
 
-from _options import make_parser
+from timm_gated_cli._options import make_parser
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +104,7 @@ def main(argv: Optional[List[str]] = None) -> int:
             check_weights(args.model, 'Give --no-pretrained for random weights.')
     except ValueError as error:
         print(f'error: {error}', file=sys.stderr)
-        return 1
+        return 2
     model = timm.create_model(args.model, pretrained=args.pretrained).eval()
     batches = make_batches(model.pretrained_cfg['input_size'][0], args.img_size)
     result = soak(network_maker(model, batches, args), batches, args.count)
