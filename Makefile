@@ -31,7 +31,7 @@ docs: .venv/.installed ## build the documentation, into output/site; needs no ne
 	.venv/bin/mkdocs build --strict --quiet
 
 docs-test: .venv/.installed ## run the tutorials and the notebook, and check the site
-	.venv/bin/python -m pytest docs_tests
+	.venv/bin/python -m pytest --show-capture=stdout docs_tests
 
 newest: .venv-newest/.installed ## run the tests with the newest versions of everything
 	.venv-newest/bin/python -m pip install $(PIP_FLAGS) --upgrade --upgrade-strategy eager pip -e '.[all]'
