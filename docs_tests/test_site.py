@@ -66,3 +66,9 @@ def test_links(site, pages):
                 assert file.is_file(), f'{path.relative_to(site)}: {target}'
                 assert not parts.fragment or unquote(parts.fragment) in pages[file].anchors, \
                     f'{path.relative_to(site)}: {target}'
+
+
+def test_reference_describes_no_module(site):
+    """A function has the name of a module in some rooms; the reference must find the function."""
+    for path in (site / 'reference').glob('*.html'):
+        assert 'doc-symbol-module' not in path.read_text(), path.name

@@ -1,6 +1,9 @@
 """Snippets of the README and of the pages in docs/ run, and their tables match the models, configs and measurements"""
+import argparse
 import functools
+import importlib
 import re
+import shlex
 from types import ModuleType
 
 import pytest
@@ -140,6 +143,32 @@ def documents() -> list:
     return [*ROOT.glob('*.md'), *(path for folder in folders for path in sorted(folder.rglob('*.md')))]
 
 
+COMMANDS = [
+    command for path in documents()
+    for block in re.findall(r'^```(?:bash|console)\n(.*?)^```$', path.read_text(), re.DOTALL | re.MULTILINE)
+    for command in re.findall(r'^ *timm-gated .*', block.replace('\\\n', ''), re.MULTILINE)]
+
+
+class Parsed(Exception):
+    pass
+
+
+@pytest.mark.parametrize('command', COMMANDS)
+def test_command_parses(command, monkeypatch):
+    """The options of every command in the documents exist."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse(self, args=None, namespace=None):
+        options = parse_args(self, args, namespace)
+        if self.prog != 'timm-gated':  # the parser of a command
+            raise Parsed
+        return options
+    monkeypatch.setattr(argparse.ArgumentParser, 'parse_args', parse)
+    monkeypatch.setattr('sys.argv', ['timm-gated'])  # restored after the test
+    with pytest.raises(Parsed):
+        importlib.import_module('timm_gated_cli.__main__').main(shlex.split(command, comments=True)[1:])
+
+
 def headings(text: str) -> set:
     """Anchors of the headings, as on a repository's web page."""
     titles = re.findall(r'^#+ (.*)$', re.sub(r'```.*?```', '', text, flags=re.DOTALL), re.MULTILINE)
@@ -164,7 +193,7 @@ def test_every_page_is_in_the_navigation():
 
 def test_reference_lists_every_public_name():
     text = '\n'.join(path.read_text() for path in (DOCS / 'reference').glob('*.md'))
-    listed = re.findall(r'^::: timm_gated\.(\w+)$', text, re.MULTILINE)
-    assert sorted(listed) == sorted({*timm_gated.__all__} - {'__version__'})
+    listed = re.findall(r'^::: timm_gated\.(?:\S+\.)?(\w+)$', text, re.MULTILINE)
+    assert len(listed) == len({*listed}) and {*timm_gated.__all__} - {'__version__'} <= {*listed}
     plugin = (ROOT / 'mmseg_plugin' / '__init__.py').read_text().partition('__all__ = [')[2]
     assert {*re.findall(r"'(\w+)'", plugin)} <= {*re.findall(r'^::: mmseg_plugin\.(\w+)$', text, re.MULTILINE)}

@@ -56,7 +56,7 @@ def model_card(
         license: License of the weights, by default that of the model's config.
         tag: Tag of the weights if they are part of this package (see `timm_gated.models._registry`).
 
-    Example:
+    Examples:
         >>> card = model_card(model, summary(record), 'uoft-cs/cifar10', 'test', 'python train.py …')
         >>> save_pretrained(model, 'folder', card=card)
     """
