@@ -12,7 +12,7 @@ import timm as _timm
 import timm_gated as _timm_gated  # noqa: F401  (registers the models)
 from timm_gated.models import entry_points as _entry_points
 
-dependencies = ['torch', 'torchvision', 'timm', 'huggingface_hub', 'safetensors', 'yaml', 'numpy']
+dependencies = ['torch', 'torchvision', 'timm', 'huggingface_hub', 'safetensors', 'yaml', 'numpy', 'tqdm']
 
 
 def _creator(name, entry_point):

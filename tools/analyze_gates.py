@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from timm_gated_cli._options import (
+    Progress,
     add_data_options,
     add_model_options,
     add_segmentation_options,
@@ -132,7 +133,9 @@ def run(args: argparse.Namespace) -> None:
     from timm_gated.analysis import check_target, write_report
     check_target(args.output, args.overwrite)  # fail early
     gates, fetch_image, options = record(args)
-    write_report(args.output, gates, fetch_image, options, args.overwrite)
+    write_report(
+        args.output, gates, fetch_image, options, args.overwrite,
+        progress=lambda figures: Progress(figures, 'figures', unit='figure'))
     print(f'Report: {args.output / "index.html"}')
 
 

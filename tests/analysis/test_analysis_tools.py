@@ -47,7 +47,8 @@ def options(data, checkpoints, tmp_path):
 def test_analyze_gates(options, tmp_path, capsys):
     assert run_tool('analyze_gates', *options, '--name', 'tiny', '--rare', '0.9', '--classes', 'ant', 'gnu') == 0
     shown = capsys.readouterr()
-    assert 'tiny: 100%' in shown.err and str(tmp_path / 'report' / 'index.html') in shown.out
+    assert 'tiny: 100%' in shown.err and 'figures: 100%' in shown.err
+    assert str(tmp_path / 'report' / 'index.html') in shown.out
     content = json.loads((tmp_path / 'report' / 'gates.json').read_text())
     assert content['results'][0]['num_samples'] == 42 and [entry['name'] for entry in content['classes']] == CLASSES
     assert all(entry['num_samples'] == 6 for entry in content['classes'])
@@ -287,6 +288,30 @@ def test_prune(data, checkpoints, tmp_path, capsys):
     assert 'fine-tuning: 100%' in shown and 'figures: 100%' in shown
     two = timm.create_model(f'local-dir:{tmp_path / "two"}', pretrained=True)
     assert two.num_classes == 2 and not gates(two)
+
+
+def test_json(data, checkpoints, tmp_path, capsys):
+    """Stdout is JSON and nothing else; the tables go to stderr."""
+    options = [
+        *NET, '--checkpoint', checkpoints / 'gated.pth.tar', '--data-dir', data, '--workers', '0', '--threshold', '0.8',
+        '--json']
+    assert run_tool('evaluate', *options, '--output', tmp_path / 'evaluation.json') == 0
+    shown = capsys.readouterr()
+    assert shown.out == (tmp_path / 'evaluation.json').read_text() and 'MACs per sample' in shown.err
+    result, = json.loads(shown.out)['results']
+    assert run_tool('tradeoff', tmp_path / 'evaluation.json', '--output', tmp_path / 'figure', '--json') == 0
+    point, = json.loads(capsys.readouterr().out)
+    assert (point['accuracy'], point['share']) == (result['top1'], result['macs_share'])
+    assert run_tool('prune', *options) == 0
+    shown = capsys.readouterr()
+    pruned = json.loads(shown.out)
+    assert pruned['before']['accuracy'] == pytest.approx(result['top1']) and 'parameters' in shown.err
+    assert pruned['after']['parameters'] < pruned['before']['parameters']
+    for kind in ('always_on', 'always_off'):
+        assert pruned['gates'][kind] == result[kind] == sum(map(len, pruned[kind].values())) > 0
+    assert run_tool('evaluate', *options, '--checkpoint', 'none.pth') == 2
+    shown = capsys.readouterr()
+    assert shown.out == '' and shown.err.startswith('error: ')
 
 
 @pytest.mark.parametrize('more, message', [

@@ -1,5 +1,6 @@
 """Exported gated, pruned and specialized networks have the outputs of torch"""
 import copy
+import json
 import re
 from pathlib import Path
 
@@ -178,9 +179,12 @@ def test_tool_for_conditional_files(networks, tmp_path, capsys):
     assert 'NonZero' in {node.op_type for node in onnx.load(path).graph.node[0].attribute[0].g.node}
     assert sorted(file.name for file in tmp_path.iterdir()) == ['gated', 'gated.onnx', 'specialized']
 
-    assert main(*command, '--output', tmp_path / 'other.onnx', '--compare', path, '--batch-size', 2) == 0
-    *_, row = capsys.readouterr().out.splitlines()
-    assert row.startswith(f'{path}: ') and 'batch 2' in row
+    assert main(*command, '--output', tmp_path / 'other.onnx', '--compare', path, '--batch-size', 2, '--json') == 0
+    result, shown = capsys.readouterr()
+    assert f'\n{path}: ' in shown and 'batch 2' in shown
+    result = json.loads(result)
+    assert result['difference'] < 1e-4 and 0 < result['macs_share'] < 1.1
+    assert list(result['milliseconds']) == [str(tmp_path / 'other.onnx'), 'masked', 'dense', str(path)]
     assert main(*command, '--output', tmp_path / 'gated.pt2') == 2
     assert '--conditional writes ONNX files: --output must end in .onnx' in capsys.readouterr().err
     assert main('--model', f'local-dir:{tmp_path / "specialized"}', *common, '--output', tmp_path / 'net.onnx') == 2

@@ -343,11 +343,12 @@ def test_tool_sweeps(options, tmp_path, capsys):
     target = tmp_path / 'results' / 'sweep.json'
     assert run_tool(
         'calibrate', *options, '--share', '0.8', '0.4', '--tolerance', '0.02', '--eval-split', 'validation',
-        '--results', target) == 0
+        '--results', target, '--json') == 0
     high, low = json.loads(target.read_text())['results']
     assert (high['target'], low['target']) == (0.8, 0.4) and high['num_samples'] == 42
     assert all(result['macs_share'] == pytest.approx(result['calibrated_share']) for result in (high, low))
-    assert f'{low["top1"]:.2f}' in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert shown.out == target.read_text() and f'{low["top1"]:.2f}' in shown.err
     assert run_tool('tradeoff', target, '--x', 'share', '--output', tmp_path / 'figure') == 0
     assert capsys.readouterr().out.count('net, by cost') == 2
 

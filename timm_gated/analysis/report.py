@@ -8,7 +8,7 @@ import os
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Union
 
 import numpy as np
 import pyarrow
@@ -110,6 +110,7 @@ def write_report(
         fetch_image: FetchImage,
         options: Optional[ReportOptions] = None,
         overwrite: bool = False,
+        progress: Callable[[List[Section]], Iterable[Section]] = iter,
 ) -> Path:
     """Write a report: index.html, PNG and SVG of every figure, gates.json, gates.parquet and samples.parquet.
 
@@ -119,6 +120,7 @@ def write_report(
         fetch_image: Function that returns an image by index.
         options: Options of the report.
         overwrite: Whether to replace an existing report.
+        progress: Function that wraps the list of figures to write, for example `tqdm.tqdm`.
 
     Returns:
         Folder of the report.
@@ -139,7 +141,7 @@ def write_report(
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f'.{target.name}.') as scratch:
         made = Path(scratch) / 'new'
         made.mkdir()
-        pictures = [write_figure(made, section) for section in sections]
+        pictures = [write_figure(made, section) for section in progress(sections)]
         content = _numbers(record, options, similarity)
         (made / 'gates.json').write_text(json.dumps(_finite(content), indent=1, allow_nan=False), encoding='utf-8')
         pyarrow.parquet.write_table(_gate_table(record, options.threshold), made / 'gates.parquet')
