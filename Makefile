@@ -40,8 +40,8 @@ newest: .venv-newest/.installed ## run the tests with the newest versions of eve
 oldest: .venv-oldest/.installed ## run the tests with the oldest supported versions, tests/oldest.txt
 	.venv-oldest/bin/python -m pytest -n auto
 
-# Test files that need mmsegmentation, found by their imports; a snippet in the README needs it too.
-NEED_MMSEG = tests/project/test_readme.py $(shell grep -lE '^(import|from) mm' tests/*/test_*.py)
+# Test files that need mmsegmentation, found by their imports
+NEED_MMSEG = $(shell grep -lE '^(import|from) mm' tests/*/test_*.py)
 
 alone: .venv-alone/.installed ## run the tests of timm_gated without mmsegmentation
 	.venv-alone/bin/python -m pytest -n auto $(NEED_MMSEG:%=--ignore=%)
