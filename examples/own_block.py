@@ -3,7 +3,7 @@
     python examples/own_block.py
 
 `Block` is the dense block, `GatedBlock` adds a gate to it. The network is trained on scikit-learn's digits to half of
-its MACs. docs/gate_your_resnet.md explains each step.
+its MACs. docs/tutorials/gate_your_resnet.md explains each step.
 
 The protocol has three parts. A block computes a mask and applies it; its property `gated_convs` names the convolutions
 that the mask switches, each with the gates over its inputs and its outputs. A gate is a `ChannelGate` or a subclass of

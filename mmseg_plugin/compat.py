@@ -77,7 +77,7 @@ _lock = threading.RLock()
 def history_allowed() -> Iterator[None]:
     """Let `torch.load` read the history of the log in mmengine's checkpoints, which consists of numpy arrays.
 
-    Example:
+    Examples:
         >>> with history_allowed():
         ...     checkpoint = torch.load('iter_4.pth')
     """

@@ -237,8 +237,8 @@ def test_any_network_from_model_kwargs():
     assert {'feature_shaping_loss', 'batch_shaping_loss'} <= set(result)
 
     # arguments that train.py adds to the model_kwargs of the YAML
-    readme = (ROOT / 'README.md').read_text()
-    config = yaml.safe_load(re.search(r'```yaml\n(model: batch_shaped.*?)```', readme, re.DOTALL).group(1))
+    page = (ROOT / 'docs' / 'reference' / 'model_options.md').read_text()
+    config = yaml.safe_load(re.search(r'```yaml\n(model: batch_shaped.*?)```', page, re.DOTALL).group(1))
     model = timm.create_model(
         config['model'], pretrained=False, in_chans=3, num_classes=10, drop_rate=0., drop_path_rate=None,
         global_pool=None, scriptable=False, checkpoint_path='', **config['model_kwargs'])

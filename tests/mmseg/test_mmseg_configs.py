@@ -132,7 +132,7 @@ def test_options_of_the_readme():
     options: dict = {}
     exec(snippet('Config options'), options)
     path = 'configs/mmseg/pspnet/gated-pspnet_r50-d8_1xb6-150k_cityscapes-448x672.py'
-    assert path in (ROOT / 'README.md').read_text()
+    assert path in README
     cfg = Config.fromfile(ROOT / path)
     cfg.merge_from_dict(dict(model=options['model'], optim_wrapper=options['optim_wrapper']))
     model = MODELS.build(cfg.model)

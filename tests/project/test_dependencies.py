@@ -94,5 +94,5 @@ def test_oldest_versions_are_the_lower_bounds():
     pins = re.findall(r'^([\w-]+)==([\d.]+)$', (ROOT / 'tests' / 'oldest.txt').read_text(), re.MULTILINE)
     bounds = [match.groups() for text in PROJECT['dependencies'] if (match := re.match(r'([\w-]+)>=([\d.]+)', text))]
     assert len(bounds) >= 4 and sorted(bounds) == sorted(pins)
-    oldest = re.search(r'^\| oldest: (.*?) \|', (ROOT / 'README.md').read_text(), re.MULTILINE).group(1)
+    oldest = re.search(r'^\| oldest: (.*?) \|', (ROOT / 'docs' / 'reliability.md').read_text(), re.MULTILINE).group(1)
     assert sorted(f'{name} {version}' for name, version in pins) == sorted(oldest.split(', '))

@@ -99,5 +99,5 @@ def test_cards_have_the_measured_figures(path):
     result = RESULTS[command.group(1)]
     card = model_card(model, result, 'uoft-cs/cifar10', 'test', command.group(), tag=tag)
     assert path.read_text() == str(card) and result['model'] == architecture
-    readme = (FOLDER.parent / 'README.md').read_text()
-    assert '| '.join((f'| `{path.stem}` ', *(f'{cell} '.lstrip() for cell in row(result)))) + '|' in readme
+    zoo = (FOLDER.parent / 'docs' / 'model_zoo.md').read_text()
+    assert '| '.join((f'| `{path.stem}` ', *(f'{cell} '.lstrip() for cell in row(result)))) + '|' in zoo

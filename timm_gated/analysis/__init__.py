@@ -3,7 +3,7 @@
 Statistics, records, their summary and sources of data need only numpy, torch and timm. Other measures, figures and
 reports need the extra `analysis` (matplotlib, SciPy, PyArrow) and are imported on first use.
 
-Example:
+Examples:
     >>> record = record_classifier(model, loader, class_names)
     >>> firing_figure(record, classes=['cat', 'dog', 'truck']).savefig('firing.png')
     >>> write_report('report', record, fetch_image)

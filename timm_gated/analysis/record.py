@@ -186,7 +186,7 @@ class Recorder:
         class_names: Names of the classes.
         num_examples: Number of inputs to keep per gate.
 
-    Example:
+    Examples:
         >>> recorder = Recorder(model, class_names)
         >>> for images, labels in loader:
         >>>     with recorder.batch():

@@ -57,7 +57,7 @@ class GateStatistics:
         num_samples: Number of inputs seen.
         samples_by_class: Number of inputs seen per class, [num_classes].
 
-    Example:
+    Examples:
         >>> statistics = GateStatistics()
         >>> for images, _ in loader:
         >>>     model(images)

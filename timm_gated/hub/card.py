@@ -71,7 +71,7 @@ def model_card(
             pictures then begin with the name of the model.
         others: Results of other models on the same data, such as the dense counterpart, to draw accuracy against MACs.
 
-    Example:
+    Examples:
         >>> card = model_card(model, summary(record), 'uoft-cs/cifar10', 'test', 'python train.py …')
         >>> save_pretrained(model, 'folder', card=card)
     """

@@ -50,7 +50,7 @@ def save_pretrained(
         label_names: Names of the outputs.
         card: Model card (see `timm_gated.model_card`), by default one without measured figures.
 
-    Example:
+    Examples:
         >>> save_pretrained(pruned.model, 'pruned')
         >>> timm.create_model('local-dir:pruned', pretrained=True)
     """
@@ -203,7 +203,7 @@ def push_to_hub(
         commit_message: Message of the commit.
         token: Access token with write permission, by default that of `hf auth login`.
 
-    Example:
+    Examples:
         >>> push_to_hub(model, 'me/gated_resnet20-cifar10', card=model_card(model, summary(record)))
         >>> timm.create_model('hf-hub:me/gated_resnet20-cifar10', pretrained=True)
     """
@@ -256,7 +256,7 @@ def pull_from_hub(
         revision: Branch, tag or commit, the main branch by default.
         token: Access token, by default that of `hf auth login`.
 
-    Example:
+    Examples:
         >>> pull_from_hub('me/gated_resnet20-cifar10', 'folder')
     """
     api = _api(token)

@@ -92,7 +92,7 @@ class Accelerated(nn.Module):
         Args:
             path: Path of the file.
 
-        Example:
+        Examples:
             >>> fast.save('model.tgn')
             >>> fast = timm_gated.load_accelerated('model.tgn')
         """
@@ -163,7 +163,7 @@ class Accelerated(nn.Module):
         Args:
             x: Batch of images.
 
-        Example:
+        Examples:
             >>> output, macs = fast.run_with_macs(images)
             >>> macs.per_sample, macs.share
         """
@@ -195,7 +195,7 @@ class Accelerated(nn.Module):
             Output, and decisions by name of the gate, [N, channels], bool. Channels without a gate, which pruning may
             leave, follow and are open.
 
-        Example:
+        Examples:
             >>> output, decisions = fast.run_with_decisions(images)
             >>> decisions['layer1.0.gate1'].float().mean()
         """
@@ -214,7 +214,7 @@ class Accelerated(nn.Module):
                 differently than for real images.
             runs: Number of timed runs.
 
-        Example:
+        Examples:
             >>> print(fast.plan(image))
         """
         if not isinstance(self.runner, NativeRunner):
@@ -260,7 +260,7 @@ def accelerate(
             For a segmentor of mmseg it may be a loader of mmseg. A few hundred images give good ranges.
         calibration_range: How the range of a map is chosen in int8: 'percentile', 'mse' or 'max'.
 
-    Example:
+    Examples:
         >>> fast = accelerate(timm.create_model('gated_resnet34'))
         >>> fast.backend, fast(images)
         >>> small = accelerate(model, precision='int8', calibration=loader)
@@ -309,7 +309,7 @@ def load_accelerated(path: Union[str, Path], backend: str = 'auto', isa: Optiona
         backend: 'native', 'torch' or 'auto', which selects 'native' if it was built.
         isa: Instruction set of the native kernels, as for `accelerate`. The fastest available by default.
 
-    Example:
+    Examples:
         >>> timm_gated.accelerate(model).save('model.tgn')
         >>> fast = timm_gated.load_accelerated('model.tgn')
     """

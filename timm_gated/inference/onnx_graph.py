@@ -36,7 +36,7 @@ def save_model(model: Any, path: Path) -> None:
 class GraphWriter:
     """Nodes and constants of one graph. Calling the writer appends a node and returns the name of its output.
 
-    Example:
+    Examples:
         >>> y = graph('Relu', graph('Add', x, graph.constant(bias)))
     """
 

@@ -22,7 +22,7 @@ def force_gates(model: nn.Module, masks: ForcedMasks) -> Iterator[nn.Module]:
         masks: 'open', 'closed', or a mapping from gate names (see `gates`) to masks of 0s and 1s, each [num_gates] or
             [N, num_gates]. Gates missing from the mapping are not forced.
 
-    Example:
+    Examples:
         >>> with force_gates(model, 'open'):
         >>>     dense_output = model(images)
     """

@@ -105,7 +105,7 @@ class MacCounter(TorchFunctionMode):
         model: A gated model, an accelerated one, or any other model of convolutions and linear layers.
         num_samples: Number of images in the batch; by default the first dimension of the model's input.
 
-    Example:
+    Examples:
         >>> with MacCounter(model) as counter:
         >>>     output = model(images)
         >>> counter.macs()
@@ -346,7 +346,7 @@ def count_macs(model: nn.Module, x: torch.Tensor) -> Macs:
         model: A gated model, an accelerated one, or any other model of convolutions and linear layers.
         x: A batch of images.
 
-    Example:
+    Examples:
         >>> macs = count_macs(model, images)
         >>> macs.dense, macs.per_sample.float().mean(), macs.share
     """

@@ -133,7 +133,7 @@ def shape_features(
         channel_dim: Dimension of the channels; by default the last one for tokens [N, L, C], and otherwise the second.
             Use -1 for maps with channels last.
 
-    Example:
+    Examples:
         >>> shape_features(timm.create_model('resnet18'), {'layer3.1.act1': Normal()}, weight=0.1)
     """
     shaping = FeatureShaping(model, priors, weight, epochs, reduction, channel_dim)

@@ -263,7 +263,7 @@ def create_prior(spec: Prior | str | Mapping[str, Any]) -> Prior:
         spec: A prior, which is returned unchanged; a name ('beta', 'uniform', 'normal', 'relaxed_bernoulli'); or a
             mapping with the name under 'type' and the prior's arguments ('mixture' requires `first` and `second`).
 
-    Example:
+    Examples:
         >>> create_prior({'type': 'beta', 'a': 0.6, 'b': 0.4})
         Beta(a=0.6, b=0.4)
     """

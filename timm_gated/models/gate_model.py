@@ -44,7 +44,7 @@ def gate(model: nn.Module, budget: Optional[float] = None, **options: Any) -> An
         **options: Options of the gated model, such as `from_dense` (the number of epochs of the fine-tuning),
             `gate_bias`, `lam`, `gamma`, `prior` or `gated_maps`.
 
-    Example:
+    Examples:
         >>> model = timm.create_model('resnet50d.ra2_in1k', pretrained=True)
         >>> gated = timm_gated.gate(model, budget=0.7, from_dense=10)
     """

@@ -103,7 +103,7 @@ def calibrate(
         tolerance: Largest difference between `share` and the measured share. If decisions jump over it, as with few
             images, the nearest share found is returned.
 
-    Example:
+    Examples:
         >>> calibrated = calibrate(model, loader, share=0.5)
         >>> print(calibrated)
         >>> save_pretrained(calibrated.model, 'half')

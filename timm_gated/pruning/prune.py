@@ -97,7 +97,7 @@ def prune_static(
             removes only gates that never changed.
         eval_loader: Batches of (images, labels) to measure the figures on, `loader` by default.
 
-    Example:
+    Examples:
         >>> pruned = prune_static(model, loader)
         >>> print(pruned)
         >>> save_pretrained(pruned.model, 'pruned')
