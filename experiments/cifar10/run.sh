@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run one of the CIFAR-10 trainings by name:
 #
-#     python tools/prepare_cifar10.py --source cifar-10-python.tar.gz --output data/cifar10
+#     timm-gated prepare-cifar10 --source cifar-10-python.tar.gz --output data/cifar10
 #     bash experiments/cifar10/run.sh c_dense20              # from the root of this repository
 #
 # Environment: TRAIN, path of timm's train.py; DATA, folder of the images; RUNS, output folder. Add --resume FILE to

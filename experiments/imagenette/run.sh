@@ -25,7 +25,7 @@ case $name in
     dense) train resnet18 --epochs 16 --lr 0.1 --warmup-epochs 2 --warmup-lr 0.01 --weight-decay 5e-4 ;;
     gated)
         dense=$runs/dense/last.pth.tar
-        python tools/hub.py save --model resnet18 --checkpoint "$dense" --num-classes 10 --output "$runs/teacher"
+        timm-gated hub save --model resnet18 --checkpoint "$dense" --num-classes 10 --output "$runs/teacher"
         train gated_resnet18 --initial-checkpoint "$dense" --epochs 8 --lr 0.02 --weight-decay 5e-4 \
             --kd-model-name "local-dir:$runs/teacher" --model-kwargs from_dense=8 budget=0.5 budget_weight=20.0 ;;
     *) echo "error: unknown run '$name', see the list in this file." >&2 && exit 1 ;;
