@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, TypeVar
 
-from prepare_cifar10 import CLASSES
-
 from timm_gated_cli._options import Progress
 from timm_gated_cli._speed import dense_counterpart, time_in_turns
+from timm_gated_cli.prepare_cifar10 import CLASSES
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,7 +8,6 @@ import shutil
 import pytest
 import timm
 import torch
-from _options import add_data_options
 from forked import Done, run_script
 from mmseg_small import write_config
 from small_analysis import CLASSES, MODEL_KWARGS, MODEL_OPTIONS, make_net, write_images
@@ -17,6 +16,7 @@ from tool import TOOLS, load_tool, run_tool
 from timm_gated import CifarResNet, accelerate, gates, instruction_sets, prune_static, save_pretrained
 from timm_gated.analysis import create_data
 from timm_gated.inference import mixed
+from timm_gated_cli._options import add_data_options
 
 NET = ['--model', 'gated_resnet20', *MODEL_OPTIONS]
 
@@ -64,7 +64,7 @@ def test_analyze_gates(options, checkpoints, tmp_path, capsys):
     assert dense['mean_macs'] == gated['dense_macs']
     text = (tmp_path / 'other' / 'index.html').read_text()
     assert 'on 14 of 42 images, spread evenly' in text
-    assert 'python tools/analyze_gates.py --model gated_resnet20' in text
+    assert 'timm-gated analyze --model gated_resnet20' in text
     assert {path.name for path in tmp_path.iterdir()} == {'report', 'other'}
 
 
@@ -224,14 +224,14 @@ def test_a_segmentor_with_a_truncated_checkpoint(tmp_path, capsys):
     (['--model', 'cifar_resnet20', '--checkpoint', '', '--untrained'], 'CifarResNet has no gates'),
     (['--model', 'no_such_model'], "'no_such_model' cannot be made.*list_models"),
     (['--checkpoint', 'nowhere.pth'], 'no checkpoint at nowhere.pth'),
-    (['--data-dir', 'nowhere'], 'must be a folder of images, got nowhere; it does not exist.*prepare_cifar10.py'),
+    (['--data-dir', 'nowhere'], 'must be a folder of images, got nowhere; it does not exist.*prepare-cifar10'),
     (['--num-classes', '5', '--checkpoint', '', '--untrained'], 'data has 7 classes .*model has 5 output.*--class-map'),
     (['--classes', 'owl'], "no class 'owl'"),
     (['--gates', 'layer1/0'], "no gate 'layer1/0'"),
     (['--groups', 'animals'], "must be NAME=CLASS,CLASS,…, got 'animals'"),
     (['--snapshots', 'nowhere'], 'no gate snapshots'),
     (['--compare', 'nowhere'], 'is not the gates.json'),
-    (['--dense', 'gated_resnet20.bas_c10', '--num-classes', '10', '--untrained'], 'has 7 classes'),
+    (['--dense', 'gated_resnet20', '--untrained'], "without gates, got 'gated_resnet20'"),
     (['--dense', 'no_such_model'], "'no_such_model' cannot be made"),
     (['--limit', '0'], 'limit must be at least 1, got 0'),
     (['--threshold', '2'], r'threshold must be in \(0.5, 1\], got 2'),

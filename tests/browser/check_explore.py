@@ -6,13 +6,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import _explorer
 import pytest
-from _explore_server import ExploreServer
 from browser import Browser
 from paths import ROOT
 from PIL import Image, ImageDraw
 from tool import load_tool
+
+from timm_gated_cli import _explorer
+from timm_gated_cli._explore_server import ExploreServer
 
 SHOTS = ROOT / 'output' / 'browser'
 NAMES = ('airplane', 'automobile', 'bird', 'cat', 'deer', 'dog', 'frog', 'horse', 'ship', 'truck')

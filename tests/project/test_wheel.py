@@ -59,6 +59,7 @@ def test_wheel(source, tmp_path):
         f'{package}/{name}' for package, folder in packages.items() for pattern in patterns
         for name in names(ROOT / folder, pattern)}
     expected |= {f'timm_gated_cli/{path.name}' for path in TOOLS.glob('*.py')} | {'timm_gated/_native.so'}
+    expected |= {f'timm_gated_cli/explore_page/{name}' for name in names(TOOLS / 'explore_page', '*')}
     assert {name for name in names(unpacked, '*') if '.dist-info/' not in name} == expected
     entry_points, = unpacked.glob('*.dist-info/entry_points.txt')
     assert 'timm-gated = timm_gated_cli.__main__:main' in entry_points.read_text()

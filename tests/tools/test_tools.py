@@ -159,7 +159,7 @@ def test_evaluate_pretrained_weights(images, tmp_path, capsys):
     ('export_onnx', ['--output', 'new.onnx']), ('hub', ['--output', 'new']), ('soak_inference', []),
 ])
 @pytest.mark.parametrize('model, others', [
-    ('gated_resnet32', ''), ('gated_resnet20.untrained', 'There are weights for gated_resnet20.bas_c10'),
+    ('gated_resnet38', ''), ('gated_resnet20.untrained', 'There are weights for gated_resnet20.bas_c10'),
     ('gated_resnet34', 'There are weights for gated_resnet34.a1_in1k, ')])
 def test_a_model_without_weights_is_refused(tool, more, model, others, images, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -204,10 +204,10 @@ def test_a_report_of_an_untrained_network_says_so(dense, seven, tmp_path):
 
 def test_untrained_networks_are_not_kept(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        run_tool('prune', '--model', 'gated_resnet32', '--untrained', '--output', tmp_path / 'pruned')
+        run_tool('prune', '--model', 'gated_resnet38', '--untrained', '--output', tmp_path / 'pruned')
     assert '--output needs a trained network' in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        run_tool('hub', 'save', '--model', 'gated_resnet32', '--untrained', '--output', tmp_path / 'saved')
+        run_tool('hub', 'save', '--model', 'gated_resnet38', '--untrained', '--output', tmp_path / 'saved')
     evaluation = tmp_path / 'evaluation.json'
     evaluation.write_text(json.dumps({'results': [{'name': 'mine', 'top1': 10., 'untrained': 'untrained network'}]}))
     assert run_tool('hub', 'save', '--model', 'gated_resnet20', '--output', tmp_path / 'saved', '--evaluation',
