@@ -141,15 +141,15 @@ function showSpeed(answer) {
     + `thread${speed.threads > 1 ? 's' : ''}.`;
 }
 
-// One strip of cells per layer; wide layers wrap after a power of two.
+// One strip of cells per layer. Wide layers wrap after a power of two; two of them fit beside each other.
 function showLayers(answer) {
   const width = find('layers').clientWidth, widest = Math.max(...model.layers.map(layer => layer.gates));
-  const pitch = width < 500 ? 10 : widest <= 64 ? 14 : 11, size = pitch - 2;
+  const pitch = width < 500 ? 10 : widest <= 64 ? 14 : 8, size = pitch - 2;
+  const most = Math.min(64, 2 ** Math.floor(Math.log2(width / pitch)));
   let start = 0;
   let ran = 0;
   const strips = model.layers.map((layer, position) => {
-    const open = answer.layers[position], count = open.length, fits = Math.floor(width / pitch);
-    const columns = count <= fits ? count : 2 ** Math.floor(Math.log2(fits)), first = start;
+    const open = answer.layers[position], count = open.length, columns = Math.min(count, most), first = start;
     const shares = model.data ? model.data.open_share.slice(first, first + count) : null;
     const paths = {open: '', closed: '', unusual: ''};
     for (let index = 0; index < count; index++) {
@@ -271,7 +271,7 @@ async function begin() {
   document.title = `${model.title}: timm-gated explorer`;
   find('about').textContent = `${model.title}: ${gates.toLocaleString('en')} gates in ${model.layers.length} modules `
     + `decide for each image which filters run. ${model.num_classes} classes: ${names}.${data}`;
-  find('untrained').textContent = `This is an ${model.untrained}: predictions and gates mean nothing.`;
+  find('untrained').textContent = `Random weights (${model.untrained}): predictions and gates mean nothing.`;
   find('untrained').hidden = !model.untrained;
   find('unusual-key').hidden = !model.data;
   find('distribution').hidden = find('similar').hidden = !model.data;
