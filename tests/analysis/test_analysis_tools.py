@@ -192,7 +192,7 @@ def test_a_segmentor_with_a_truncated_checkpoint(tmp_path, capsys):
     (['--model', 'cifar_resnet20', '--checkpoint', '', '--untrained'], 'CifarResNet has no gates'),
     (['--model', 'no_such_model'], "'no_such_model' cannot be made.*list_models"),
     (['--checkpoint', 'nowhere.pth'], 'no checkpoint at nowhere.pth'),
-    (['--data-dir', 'nowhere'], 'must be a folder of images, got nowhere; it does not exist.*prepare_cifar10.py'),
+    (['--data-dir', 'nowhere'], 'must be a folder of images, got nowhere; it does not exist.*prepare-cifar10'),
     (['--num-classes', '5', '--checkpoint', '', '--untrained'], 'data has 7 classes .*model has 5 output.*--class-map'),
     (['--classes', 'owl'], "no class 'owl'"),
     (['--gates', 'layer1/0'], "no gate 'layer1/0'"),
