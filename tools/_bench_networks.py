@@ -64,7 +64,7 @@ class Classifier(Network):
     """A gated classifier of timm.
 
     Args:
-        name: Name of the model; with a tag, its pretrained weights are loaded.
+        name: Name of the model. With a tag, its pretrained weights are loaded; local-dir:FOLDER is a trained model.
         img_size: Image size, that of the model by default.
         checkpoint: Weights of a trained network.
         dense_weights: Trained weights of the dense counterpart: a file, or a name with a tag.
@@ -80,21 +80,23 @@ class Classifier(Network):
         import timm
         import torch
 
+        from timm_gated import GatedNet
         from timm_gated.models import check_model_name, check_weights
-        model = timm.models.split_model_name_tag(name)[0]
-        if model not in timm.list_models('gated_*'):
-            raise ValueError(
-                f"'{name}' is not a gated network: use a model of timm.list_models('gated_*'), {PSPNET}, or a number "
-                f'such as 18 for gated_resnet18.')
         check_model_name(name)
-        self.name, self.checkpoint, self.dense_weights = name, checkpoint, dense_weights
+        with torch.device('meta'):
+            gated: Any = timm.create_model(name)
+        model = gated.pretrained_cfg['architecture']
+        if not isinstance(gated, GatedNet):
+            raise ValueError(
+                f"'{name}' is not a gated network: use a model of timm.list_models('gated_*'), a folder of one as "
+                f'local-dir:FOLDER, {PSPNET}, or a number such as 18 for gated_resnet18.')
+        self.source, self.checkpoint, self.dense_weights = name, checkpoint, dense_weights
+        self.name = name if timm.models.parse_model_name(name)[0] is None else model
         self.has_dense_weights = dense_weights is not None
         self.has_weights = name != model and checkpoint is None
         if self.has_weights:
             check_weights(name, 'Use the name without its tag for random weights.')
         self.is_trained = self.has_weights or checkpoint is not None
-        with torch.device('meta'):
-            gated: Any = timm.create_model(name)
         # Without pruned maps, a slim_resnet50 equals timm's resnet50.
         self.dense_variant = gated.dense_variant.removeprefix('slim_')
         self.dense_args = {**gated.dense_args, 'num_classes': gated.num_classes}
@@ -127,12 +129,12 @@ class Classifier(Network):
 
         from timm_gated.utils import explained
         if self.has_weights:
-            model = timm.create_model(self.name, pretrained=True)
+            model = timm.create_model(self.source, pretrained=True)
         elif self.checkpoint is not None:
             with explained(f'{self.checkpoint} does not load into {self.name}'):
-                model = timm.create_model(self.name, checkpoint_path=self.checkpoint)
+                model = timm.create_model(self.source, checkpoint_path=self.checkpoint)
         else:
-            return timm.create_model(self.name, zero_init_last=False)
+            return timm.create_model(self.source, zero_init_last=False)
         if model.fresh_gates:
             raise ValueError(f'{self.checkpoint or self.name} has no weights for the gates; use a checkpoint of a '
                              f'gated network.')

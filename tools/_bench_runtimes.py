@@ -24,7 +24,7 @@ __all__ = [
     'BASELINES', 'DENSE_RUNTIMES', 'INT8', 'Run', 'is_int8', 'limit_onednn', 'prepare', 'prepare_onnx', 'quantize',
 ]
 
-Run = Callable[[], Any]
+Run = Callable[['torch.Tensor'], Any]
 BASELINES = ('eager', 'compile', 'onnxruntime', 'openvino')  # dense, float32
 INT8 = 'openvino_int8'
 DENSE_RUNTIMES = (*BASELINES, INT8)

@@ -8,8 +8,9 @@ filters. OpenVINO and our kernels are also measured in int8, calibrated on the s
 
 With one instruction set, for example --isa avx2, torch and OpenVINO are limited to it, too (by ONEDNN_MAX_CPU_ISA).
 
-Networks are gated models of timm, with a tag for their packaged weights; a number is short for a gated ResNet of that
-depth for ImageNet. pspnet_r50 is mmseg's PSPNet with a ResNet-50, run at batch size 1 only, as is int8.
+Networks are gated models of timm, with a tag for their packaged weights, or as local-dir:FOLDER; a number is short for
+a gated ResNet of that depth for ImageNet. pspnet_r50 is mmseg's PSPNet with a ResNet-50, run at batch size 1 only, as
+is int8.
 
 Writes a table, a figure and all timings as JSON to --output.
 
@@ -19,6 +20,7 @@ Writes a table, a figure and all timings as JSON to --output.
     timm-gated bench --networks 34 --checkpoint model.safetensors --data-dir imagenet
     timm-gated bench --networks gated_resnet20.bas_c10 --dense-weights cifar_resnet20.e28_c10 \\
         --data-dir data/cifar10 --precision int8
+    timm-gated bench --networks local-dir:gated --dense-weights local-dir:dense --data-dir images --rounds 200
     timm-gated bench --networks 34 --simulate 16 --device cuda
 """
 from __future__ import annotations
@@ -26,7 +28,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import functools
 import importlib.metadata
 import json
 import os
@@ -38,7 +39,7 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from tqdm import tqdm
 
@@ -63,8 +64,8 @@ if TYPE_CHECKING:
     from timm_gated.inference import SlicedRunner
 
 
-def check_outputs(sides: Sequence[Tuple[Row, Run]]) -> None:
-    """Check that all runtimes of a network give the same outputs.
+def check_outputs(sides: Sequence[Tuple[Row, Run]], x: torch.Tensor) -> None:
+    """Check that all runtimes of a network give the same outputs for a batch.
 
     Float32 outputs must agree to 1e-3 of the largest one. For int8 this is only a sanity check: the outputs must be
     within half the norm of the float32 outputs.
@@ -72,7 +73,7 @@ def check_outputs(sides: Sequence[Tuple[Row, Run]]) -> None:
     import torch
     expected: Dict[Any, torch.Tensor] = {}
     for row, run in sorted(sides, key=lambda side: is_int8(side[0].runtime)):  # int8 last
-        output = torch.as_tensor(run())
+        output = torch.as_tensor(run(x))
         first = expected.setdefault((row.network, row.keep), output.clone())
         if is_int8(row.runtime):
             error = ((output - first).norm() / first.norm()).item()
@@ -85,15 +86,16 @@ def check_outputs(sides: Sequence[Tuple[Row, Run]]) -> None:
             msg=lambda text, row=row: f'{row.network} under {row.runtime} gives different outputs: {text}')
 
 
-def time_in_turns(sides: Sequence[Tuple[Row, Run]], rounds: int) -> None:
-    """Time all sides once per round, in random order. The first round is a warm-up."""
+def time_in_turns(sides: Sequence[Tuple[Row, Run]], batches: Sequence[torch.Tensor], rounds: int) -> None:
+    """Time all sides once per round, in random order, on the next batch. The first round is a warm-up."""
     order = random.Random(0)
     for index in tqdm(range(rounds + 1), desc='rounds', leave=False):
+        x = batches[index % len(batches)]
         for row, run in order.sample(sides, len(sides)):
             time.sleep(0.03)  # idle threads of the previous runtime spin for a while
-            run()  # warm the caches
+            run(x)  # warm the caches
             start = time.perf_counter()
-            run()
+            run(x)
             if index:
                 row.times.append(1e3 * (time.perf_counter() - start))
 
@@ -106,7 +108,13 @@ def benchmark_network(
     from timm_gated import count_macs
     torch.set_num_threads(threads)
     dense = network.dense()
-    x = load_images(network, args.data_dir, batch_size)
+    is_fast = batch_size == 1 and not isinstance(network, PSPNet)
+    rounds = args.rounds if is_fast else max(5, args.rounds // 4)
+    # Trained gates decide by the image: another one in each round.
+    count = rounds if network.is_trained and args.data_dir is not None else 1
+    images = load_images(network, args.data_dir, count * batch_size)
+    batches = images.split(batch_size)
+    x = batches[0]
     native = native_runtimes(args, batch_size)
     calibration = load_images(network, args.data_dir, args.calibration_images, seed=1)
     sides: List[Tuple[Row, Run]] = []
@@ -119,7 +127,7 @@ def benchmark_network(
         if runtime == INT8:
             path = quantize(path, calibration)
         row = Row(name, network.dense_name, runtime, keep, network.image_size, batch_size, threads, gmacs)
-        sides.append((row, functools.partial(prepare(model, runtime, threads, path, calibration), x)))
+        sides.append((row, prepare(model, runtime, threads, path, calibration)))
         prepared.update()
 
     dense_macs = count_macs(dense, x[:1]).dense / 1e9
@@ -127,13 +135,12 @@ def benchmark_network(
         if runtime != INT8 or batch_size == 1:
             add(network.dense_name, dense, runtime, None, dense_macs)
     for keep, gated in network.variants(args.keep):
-        macs = count_macs(gated, x).per_sample.double().mean().item() / 1e9
+        macs = torch.cat([count_macs(gated, batch).per_sample for batch in batches]).double().mean().item() / 1e9
         for runtime in ('masked', 'torch', *native):
             add(network.name, gated, runtime, keep, dense_macs if runtime == 'masked' else macs)
     prepared.close()
-    check_outputs(sides)
-    is_fast = batch_size == 1 and not isinstance(network, PSPNet)
-    time_in_turns(sides, args.rounds if is_fast else max(5, args.rounds // 4))
+    check_outputs(sides, x)
+    time_in_turns(sides, batches, rounds)
     return [row for row, _ in sides]
 
 
@@ -187,7 +194,7 @@ def simulate(args: argparse.Namespace, networks: Sequence[Network]) -> List[Row]
     from timm_gated.inference import SlicedRunner, compile_trunk, trunk
     device = torch.device(args.device)
 
-    def milliseconds(run: Run) -> float:
+    def milliseconds(run: Callable[[], Any]) -> float:
         times = []
         for _ in range(args.rounds + 1):
             start = time.perf_counter()
@@ -290,7 +297,8 @@ def parse_args(argv: Optional[List[str]]) -> argparse.Namespace:
                         'for the accuracies of trained networks (default: 1000)')
     parser.add_argument('--calibration-images', type=int, metavar='N', help='number of images that int8 is calibrated '
                         'on, ours and that of OpenVINO (default: 128 with --data-dir, 16 of noise)')
-    parser.add_argument('--data-dir', help='image folder to use instead of noise')
+    parser.add_argument('--data-dir', help='image folder to use instead of noise; a trained network '
+                        'gets another image in each round')
     parser.add_argument('--simulate', type=int, metavar='IMAGES',
                         help='simulate batched kernels as in the paper, on the sparse networks of this many images')
     parser.add_argument('--simulate-batch-size', type=int, default=128,

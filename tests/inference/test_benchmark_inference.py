@@ -12,7 +12,7 @@ from PIL import Image
 from small_analysis import write_images
 from tool import TOOLS, load_tool, run_tool
 
-from timm_gated import instruction_sets
+from timm_gated import count_macs, gates, instruction_sets, save_pretrained
 from timm_gated.inference import native
 from timm_gated_cli._bench_networks import find_network
 
@@ -141,7 +141,7 @@ def test_int8_is_checked_loosely():
     output = torch.tensor([1., -2., 3.])
 
     def check(factor, runtime):
-        tool.check_outputs([(row(report, runtime), lambda: factor * output), (row(report), lambda: output)])
+        tool.check_outputs([(row(report, runtime), lambda x: factor * x), (row(report), lambda x: x)], output)
 
     check(1.2, 'openvino_int8')
     check(1.2, 'native avx2 int8')
@@ -200,6 +200,30 @@ def test_accuracies_in_both_precisions(tmp_path, capsys):
     assert f'{results["accuracies"][0]["top1"]:.2f}' in captioned and 'up to 6.' in captioned
 
 
+def test_trained_networks_of_folders_get_another_image_in_each_round(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    gated = timm.create_model('gated_resnet20', num_classes=2)
+    for _, gate in gates(gated):
+        torch.nn.init.normal_(gate.fc2.weight, std=5.)
+    save_pretrained(gated, tmp_path / 'gated')
+    save_pretrained(timm.create_model('cifar_resnet20', num_classes=2), tmp_path / 'dense')
+    write_images(tmp_path / 'data', ['cat', 'dog'], 3)
+    tool, timed = load_tool('benchmark_inference'), []
+    time_in_turns = tool.time_in_turns
+    monkeypatch.setattr(tool, 'time_in_turns', lambda sides, batches, rounds: (
+        timed.extend(batches), time_in_turns(sides, batches, rounds)))
+    assert tool.main([
+        '--networks', f'local-dir:{tmp_path / "gated"}', '--dense-weights', f'local-dir:{tmp_path / "dense"}',
+        '--data-dir', str(tmp_path / 'data'), '--rounds', '5', '--threads', '1', '--batch-sizes', '1',
+        '--dense-runtimes', 'eager', '--isa', 'portable', '--precision', 'float32', '--accuracy-images', '2',
+        '--output', str(tmp_path / 'bench')]) == 0
+    assert len(timed) == 5 and len({float(image.sum()) for image in timed}) == 5
+    macs = torch.cat([count_macs(gated.eval(), image).per_sample for image in timed]).double()
+    row = next(row for row in read_results(tmp_path / 'bench')['rows'] if row['runtime'] == 'native portable' and
+               row['network'] == 'gated_resnet20')
+    assert row['gmacs'] == pytest.approx(macs.mean().item() / 1e9) and macs.std() > 0 and len(row['times']) == 5
+
+
 def test_one_instruction_set_limits_all(monkeypatch):
     runtimes = load_tool('_bench_runtimes')
     names = {'avx2': 'AVX2', 'avxvnni': 'AVX2_VNNI', 'avx512': None, 'portable': None, 'avx2 avx512': None}
@@ -232,7 +256,7 @@ def test_a_checkpoint_without_gates_is_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize('name, message', [
     ('resnet18', "'resnet18' is not a gated network"),
-    ('19', "'gated_resnet19' is not a gated network"),
+    ('19', "timm has no model 'gated_resnet19'; near: gated_resnet18"),
     ('gated_resnet20.none', "has no tag 'none'"),
     ('gated_resnet18.untrained', 'no pretrained weights'),
 ])

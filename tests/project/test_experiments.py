@@ -1,7 +1,13 @@
 """Figures in experiments/ and in the model cards equal the measured ones, and every run has its command"""
+import argparse
+import ast
 import csv
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import timm
@@ -42,17 +48,41 @@ def test_table_of_calibrated_networks_has_the_measured_figures():
     assert {target: re.findall(r'[\d.]+ at [\d.]+ %', row) for target, row in rows.items()} == expected
 
 
+def settings(name: str, folder: Path) -> dict:
+    """Settings that `run.sh` gives to train.py: those of its config, and its arguments."""
+    (folder / 'train.py').write_text('import json, sys; print(json.dumps(sys.argv[1:]))')
+    path = f'{Path(sys.executable).parent}:{os.environ["PATH"]}'
+    command = ['bash', RUNS / 'run.sh', name]
+    printed = subprocess.run(
+        command, env=dict(os.environ, TRAIN=str(folder / 'train.py'), PATH=path), stdout=subprocess.PIPE, check=True)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument('--config')
+    parser.add_argument('--experiment')
+    for option, kind in (('--epochs', int), ('--seed', int), ('--batch-size', int), ('--lr', float)):
+        parser.add_argument(option, type=kind)
+    parser.add_argument('--model-kwargs', nargs='*')
+    given = vars(parser.parse_known_args(json.loads(printed.stdout))[0])
+    if given['model_kwargs']:
+        pairs = (item.split('=') for item in given['model_kwargs'])
+        given['model_kwargs'] = {key: ast.literal_eval(value) for key, value in pairs}
+    config = yaml.safe_load((ROOT / given.pop('config')).read_text())
+    return {**config, **{key: value for key, value in given.items() if value is not None}}
+
+
 @pytest.mark.parametrize('name', RESULTS)
-def test_every_run_is_kept_and_has_its_command(name):
+def test_every_run_is_kept_and_has_its_command(name, tmp_path):
     args = yaml.safe_load((RUNS / name / 'args.yaml').read_text())
     with (RUNS / name / 'summary.csv').open() as file:
         curve = list(csv.DictReader(file))
     assert [int(line['epoch']) for line in curve] == list(range(args['epochs']))
     # train.py evaluates in bfloat16, `timm-gated evaluate` in float32
     assert abs(float(curve[-1]['eval_top1']) - RESULTS[name]['top1']) < 0.25
-    assert re.search(rf'^ *{name}\)', (RUNS / 'run.sh').read_text(), re.MULTILINE)
     assert 'Train: 0 [   0/' in (RUNS / name / 'log.txt').read_text()
-    assert args['model'] == RESULTS[name]['model'] and args['seed'] == 42
+    asked = settings(name, tmp_path)
+    for key in ('model', 'epochs', 'seed', 'batch_size', 'lr', 'kd_model_name'):
+        assert args.get(key) == asked.get(key), key
+    assert (args.get('model_kwargs') or {}) == (asked.get('model_kwargs') or {})
+    assert asked['experiment'] == name and args['model'].partition('.')[0] == RESULTS[name]['model']
 
 
 def test_no_local_paths():
