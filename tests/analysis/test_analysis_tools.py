@@ -230,7 +230,7 @@ def test_a_segmentor_with_a_truncated_checkpoint(tmp_path, capsys):
     (['--groups', 'animals'], "must be NAME=CLASS,CLASS,…, got 'animals'"),
     (['--snapshots', 'nowhere'], 'no gate snapshots'),
     (['--compare', 'nowhere'], 'is not the gates.json'),
-    (['--dense', 'gated_resnet20.bas_c10', '--num-classes', '10', '--untrained'], 'has 7 classes'),
+    (['--dense', 'gated_resnet20', '--untrained'], "without gates, got 'gated_resnet20'"),
     (['--dense', 'no_such_model'], "'no_such_model' cannot be made"),
     (['--limit', '0'], 'limit must be at least 1, got 0'),
     (['--threshold', '2'], r'threshold must be in \(0.5, 1\], got 2'),
