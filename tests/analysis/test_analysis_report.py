@@ -137,7 +137,7 @@ def test_specialised_gates_and_extremes_show_their_images(record):
     order = np.argsort(record.macs, kind='stable')
     assert fetched == [*order[::-1][:3], *order[:3]]
     texts = [axis.get_xlabel() for axis in figure.axes]
-    assert f'{record.macs.max() / 1e6:.3g} M' in texts[0] and f'{record.macs.min() / 1e6:.3g} M' in texts[3]
+    assert f'{record.macs.max() / 1e6:.2f} M' in texts[0] and f'{record.macs.min() / 1e6:.2f} M' in texts[3]
     drawn(figure)
     with pytest.raises(ValueError, match='no gates to draw'):
         specialised_figure([], fetch)
@@ -293,7 +293,7 @@ def test_report(record, snapshots, tmp_path):
         with Image.open(io.BytesIO(base64.b64decode(encoded, validate=True))) as image:
             image.load()
             assert image.width >= 800
-    assert page.links == [*(f'#{name}' for name in sections), *(f'{name}.svg' for name in sections)]
+    assert page.links == ['#measured', *(f'#{name}' for name in sections), *(f'{name}.svg' for name in sections)]
     for name in FIGURES:
         assert ElementTree.parse(folder / f'{name}.svg').getroot().tag.endswith('svg')
 

@@ -2,6 +2,7 @@
 import argparse
 import ast
 import csv
+import io
 import json
 import os
 import re
@@ -9,10 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import yaml
 from paths import ROOT
+from PIL import Image
 
 from timm_gated import model_card
 from timm_gated.models._registry import WEIGHTS_DIR
@@ -21,6 +24,8 @@ FOLDER = ROOT / 'experiments'
 RUNS = FOLDER / 'cifar10'
 RESULTS = {result['name']: result for result in json.loads((RUNS / 'evaluation.json').read_text())['results']}
 CARDS = sorted(WEIGHTS_DIR.glob('*.md'))
+COMMAND = re.compile(r'^bash experiments/cifar10/run.sh (\w+)$', re.MULTILINE)
+COMMANDS = {path: COMMAND.search(path.read_text()) for path in CARDS}
 
 
 def row(result: dict) -> list:
@@ -95,9 +100,18 @@ def test_no_local_paths():
 def test_cards_have_the_measured_figures(path):
     architecture, tag = path.stem.split('.')
     model = timm.create_model(path.stem, pretrained=True)
-    command = re.search(r'^bash experiments/cifar10/run.sh (\w+)$', path.read_text(), re.MULTILINE)
-    result = RESULTS[command.group(1)]
-    card = model_card(model, result, 'uoft-cs/cifar10', 'test', command.group(), tag=tag)
+    result = RESULTS[COMMANDS[path].group(1)]
+    others = [{**RESULTS[run.group(1)], 'name': other.stem} for other, run in COMMANDS.items() if other != path]
+    card = model_card(model, result, 'uoft-cs/cifar10', 'test', COMMANDS[path].group(), tag=tag, others=others)
     assert path.read_text() == str(card) and result['model'] == architecture
+    assert {f'{path.stem}.trade_off.png'} <= card.pictures.keys() == {
+        picture.name for picture in WEIGHTS_DIR.glob(f'{path.stem}.*.png')}
+    assert (f'{path.stem}.gates.png' in card.pictures) == bool(result['num_gates'])
+    for name, drawn in card.pictures.items():
+        pixels, expected = (
+            np.asarray(Image.open(file).convert('L'), dtype=float) for file in (WEIGHTS_DIR / name, io.BytesIO(drawn)))
+        # other versions of matplotlib and FreeType draw slightly different text
+        assert pixels.shape == expected.shape and np.abs(pixels - expected).mean() < 4
+        assert len(drawn) < 50_000  # the wheel includes it
     zoo = (FOLDER.parent / 'docs' / 'model_zoo.md').read_text()
     assert '| '.join((f'| `{path.stem}` ', *(f'{cell} '.lstrip() for cell in row(result)))) + '|' in zoo

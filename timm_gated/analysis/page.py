@@ -9,7 +9,7 @@ from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 from matplotlib.figure import Figure
 
-from .answers import percent
+from .answers import images, percent
 from .sample_figures import amount
 from .statistics import GateCounts
 
@@ -132,7 +132,8 @@ def render_page(
     about = ', '.join(part for part in (result['model'], result['checkpoint'], result['data']) if part)
     absent = ', '.join(entry['name'] for entry in content['classes'] if not entry['num_samples'])
     note = f'<p class="about">Classes without images: {_text(absent)}.</p>' if absent else ''
-    entries = ''.join(f'<li><a href="#{section.key}">{_text(section.question)}</a></li>' for section in sections)
+    questions = {'measured': 'What was measured?', **{section.key: section.question for section in sections}}
+    entries = ''.join(f'<li><a href="#{key}">{_text(question)}</a></li>' for key, question in questions.items())
     body = ''.join(
         f'<section id="{section.key}"><h2>{_text(section.question)}</h2><p>{_text(section.answer)}</p>'
         f'{_figure(section, picture)}</section>'
@@ -145,5 +146,6 @@ def render_page(
         f'<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>'
         f'<h1>{_text(title)}</h1><p class="about">{_text(about)}</p><p id="overview">{_text(overview)}</p>{note}'
         f'<nav aria-label="Contents"><ul>{entries}</ul></nav>'
-        f'<section id="figures"><h2>What was measured?</h2>{_table(content["results"])}</section>{body}'
+        f'<section id="measured"><h2>{questions["measured"]}</h2><p>Accuracy, cost and gates over {images(result)}.</p>'
+        f'{_table(content["results"])}</section>{body}'
         f'<footer><p>Made on {made["date"]} with {_text(versions)}{command}</p></footer></body></html>\n')

@@ -78,8 +78,7 @@ def extremes_figure(record: GateRecord, fetch_image: FetchImage, columns: int = 
         columns: Number of images per row.
         rows: Number of rows for each of the two.
     """
-    divisor, unit = _unit(record.macs)
-    figure = Figure(figsize=(WIDTH, 2 * (0.3 + 1.25 * rows)), layout='constrained')
+    figure = Figure(figsize=(WIDTH, 2 * (0.3 + 1.1 * rows)), layout='constrained')
     halves: Any = figure.subfigures(2, 1)
     titles = ('highest MACs', 'lowest MACs')
     for half, title, chosen in zip(halves, titles, extremes(record, rows * columns), strict=True):
@@ -91,7 +90,7 @@ def extremes_figure(record: GateRecord, fetch_image: FetchImage, columns: int = 
             axis.set_axis_on()
             _show(axis, fetch_image(int(index)))
             name = f'{record.class_names[record.label[index]]}\n' if record.labelled else ''
-            axis.set_xlabel(f'{name}{record.macs[index] / divisor:.3g} {unit}', fontsize=8)
+            axis.set_xlabel(f'{name}{amount(record.macs[index])}', fontsize=8)
     return figure
 
 

@@ -1,9 +1,9 @@
 """Entry points of this package in timm's registry, and their packaged weights
 
 Small trained weights are part of the package: `timm_gated/weights/<model>.<tag>.safetensors`, each with a model card
-`<model>.<tag>.md` (written by `timm-gated hub save --tag`). The pretrained config names the file, so that timm loads it
-without a network connection: `timm.create_model('gated_resnet20.bas_c10', pretrained=True)`. To add weights, add the
-files and an entry in the `default_cfgs` of the model's module:
+`<model>.<tag>.md` and its pictures (written by `timm-gated hub save --tag`). The pretrained config names the file, so
+that timm loads it without a network connection: `timm.create_model('gated_resnet20.bas_c10', pretrained=True)`. To add
+weights, add the files and an entry in the `default_cfgs` of the model's module:
 
     'gated_resnet20.bas_c10': _cfg(file=weights_file('gated_resnet20.bas_c10')),
 
