@@ -48,12 +48,14 @@ def test_list_models():
     assert 'resnet18' in timm.list_models('resnet*')  # timm's own module of that name is unchanged
 
 
-TRAINED = {'gated_resnet20': 'bas_c10', 'convnet_aig_resnet20': 'aig_c10'}
+# default tags with weights
+TRAINED = {'gated_resnet20': 'bas_c10', 'gated_resnet32': 'dense_e30_c10', 'convnet_aig_resnet20': 'aig_c10'}
 
 
 def test_list_pretrained():
     dense = [f'gated_{name}' for name in timm.list_pretrained(RESNETS)]
     dense += [f'gated_resnet{depth}.dense_a1_in1k' for depth in IMAGENET_DEPTHS]
+    dense += ['gated_resnet20.dense_e40_c10', 'gated_resnet32.dense_e30_c10']
     trained = ['gated_resnet20.bas_c10', 'gated_resnet20.l0_c10']
     assert sorted(timm.list_pretrained('gated_*')) == sorted(dense + trained)
     assert {name for name in list_gated_models() if timm.is_model_pretrained(name)} == TRAINED.keys()

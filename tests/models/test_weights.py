@@ -15,8 +15,10 @@ from timm_gated.models._registry import WEIGHTS_DIR, entry_points, list_weights,
 ENTRY_POINTS = entry_points()
 OWN = [
     name for name in timm.list_models(include_tags=True) if '.' in name and get_arch_name(name) in ENTRY_POINTS]
-FILES = {name: get_pretrained_cfg(name).file for name in OWN if get_pretrained_cfg(name).file}
-DEFAULTS = {'cifar_resnet20': 'e28_c10', 'gated_resnet20': 'bas_c10'}  # of models with several trained tags
+ALL = {name: get_pretrained_cfg(name).file for name in OWN if get_pretrained_cfg(name).file}
+FILES = {name: file for name, file in ALL.items() if Path(file).stem == name}
+DENSE = {name: file for name, file in ALL.items() if name not in FILES}  # dense weights under fresh gates
+DEFAULTS = {'cifar_resnet20': 'e40_c10', 'gated_resnet20': 'bas_c10'}  # of models with several trained tags
 packaged = pytest.mark.parametrize('name', FILES)
 
 
@@ -44,7 +46,8 @@ def test_entry_points_are_those_of_this_package():
 
 def test_files_and_configs_correspond():
     expected = {f'{name}.{suffix}' for name in FILES for suffix in ('safetensors', 'md')}
-    assert {path.name for path in WEIGHTS_DIR.iterdir()} == expected
+    assert {path.name for path in WEIGHTS_DIR.iterdir() if path.suffix != '.png'} == expected
+    assert {path.name.rsplit('.', 2)[0] for path in WEIGHTS_DIR.glob('*.png')} == {*FILES}
     assert all(FILES[name] == weights_file(name) for name in FILES)
     assert {split_model_name_tag(name)[1] for name in {*OWN} - {*list_weights()}} <= {'untrained'}
 
@@ -100,6 +103,15 @@ def test_pretrained(name):
             torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize('name', DENSE)
+def test_dense_weights_under_fresh_gates(name):
+    stored = safetensors.torch.load_file(DENSE[name])
+    assert name.split('.')[1].startswith('dense_') and Path(DENSE[name]).stem in FILES
+    model = timm.create_model(name, pretrained=True)
+    assert stored.keys() < model.state_dict().keys() and model.fresh_gates
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in stored.items())
+
+
 @packaged
 def test_by_tag_by_default_and_by_an_overlay(name, tmp_path):
     model, tag = split_model_name_tag(name)
@@ -117,7 +129,7 @@ def test_by_tag_by_default_and_by_an_overlay(name, tmp_path):
 
 @packaged
 def test_another_depth_or_width_is_refused(name):
-    for options, message in ((dict(layers=(1, 1, 1)), '3-3-3 blocks.*1-1-1'), (dict(inner_width=2), 'other shapes')):
+    for options, message in ((dict(layers=(1, 1, 1)), r'\d-\d-\d blocks.*1-1-1'), (dict(inner_width=2), 'other shapes')):
         with pytest.raises(ValueError, match=message):
             timm.create_model(name, pretrained=True, **options)
 

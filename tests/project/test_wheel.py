@@ -57,7 +57,7 @@ def test_wheel(source, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(unpacked)
     packages = {'timm_gated': 'timm_gated', 'mmseg_plugin': 'mmseg_plugin', 'timm_gated_configs': 'configs'}
-    patterns = ('*.py', '*.yaml', '*.md', '*.safetensors', 'py.typed')
+    patterns = ('*.py', '*.yaml', '*.md', '*.safetensors', '*.png', 'py.typed')
     expected = {
         f'{package}/{name}' for package, folder in packages.items() for pattern in patterns
         for name in names(ROOT / folder, pattern)}
