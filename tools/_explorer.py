@@ -216,10 +216,12 @@ class Explorer:
     def speed(self, image: torch.Tensor) -> Answer:
         """Time the network on an image, accelerated and not, and its dense counterpart."""
         import torch
+
+        from timm_gated.inference import Accelerated
         if self._why_no_speed:
             raise ValueError(self._why_no_speed)
         times = time_in_turns(self._sides, [image] * ROUNDS)
-        fast: Any = self._sides['accelerated']
+        fast = next(module for module in self._sides['accelerated'].modules() if isinstance(module, Accelerated))
         return {
             'milliseconds': times, 'rounds': ROUNDS, 'threads': torch.get_num_threads(), 'backend': fast.backend,
             'isa': getattr(fast.runner, 'isa', None)}
