@@ -129,7 +129,8 @@ def test_by_tag_by_default_and_by_an_overlay(name, tmp_path):
 
 @packaged
 def test_another_depth_or_width_is_refused(name):
-    for options, message in ((dict(layers=(1, 1, 1)), r'\d-\d-\d blocks.*1-1-1'), (dict(inner_width=2), 'other shapes')):
+    cases = ((dict(layers=(1, 1, 1)), r'\d-\d-\d blocks.*1-1-1'), (dict(inner_width=2), 'other shapes'))
+    for options, message in cases:
         with pytest.raises(ValueError, match=message):
             timm.create_model(name, pretrained=True, **options)
 
